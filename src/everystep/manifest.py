@@ -1,0 +1,431 @@
+"""What a checkpoint holds and where: tensors, shards, parts, manifests, and their JSON with a digest over it.
+
+Every record on a store is one JSON object ``{"format": 1, "kind": "manifest", "digest": "<xxh3-128 hex>", "body": {...}}`` without
+blanks. The digest is over ``"<format> <kind> "`` and the body's bytes, and what surrounds the body is compared byte by byte, so that one
+flipped bit anywhere is found. Equal records are equal bytes: fields are written in a fixed order, lists and maps sorted by ``merge``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from everystep.errors import ConfigError, CorruptionError
+from everystep.region import Region, missing, overlap, whole
+from everystep.safetensors import DTYPES
+
+FORMAT = 1
+BLOCK_NBYTES = 4 << 20
+"""A shard larger than this has one digest for each block of this many bytes, counted from the shard's start."""
+
+DIGEST_LEN = 32
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A whole tensor: full name (``group.inner``), safetensors dtype word (``"F32"``), shape, group (top-level entry of the state)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: str
+
+
+class StoredObject(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A data file: key below the run, exact size, and its header's size (data start) and digest."""
+
+    key: str
+    nbytes: int
+    header_nbytes: int
+    header_digest: str
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Region of tensor ``tensors[tensor]``, stored at ``offset`` (from the file's start) of ``objects[object]``."""
+
+    tensor: int
+    region: Region
+    object: int
+    offset: int
+    nbytes: int
+    digests: tuple[str, ...]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's share of a manifest."""
+
+    step: int
+    attempt: int
+    node: int
+    """0 <= node < nodes."""
+    nodes: int
+    saved_at: float
+    """Wall time of the seal, seconds since the epoch."""
+    tensors: tuple[TensorSpec, ...]
+    objects: tuple[StoredObject, ...]
+    shards: tuple[Shard, ...]
+    aliases: dict[str, str]
+    """Tied name -> the name it is stored under."""
+    values: msgspec.Raw
+    """The state's structure and plain values as typed JSON (``values.py``), tensors as references by name."""
+    metrics: dict[str, float] = {}
+    nonfinite: dict[str, str] = {}
+    """Only in the encoded record: metrics that JSON has no number for, as words; ``decode`` puts them back into ``metrics``."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed checkpoint: the parts merged. Same fields as a part, without the node."""
+
+    step: int
+    attempt: int
+    nodes: int
+    saved_at: float
+    tensors: tuple[TensorSpec, ...]
+    objects: tuple[StoredObject, ...]
+    shards: tuple[Shard, ...]
+    aliases: dict[str, str]
+    values: msgspec.Raw
+    metrics: dict[str, float] = {}
+    nonfinite: dict[str, str] = {}
+    """Only in the encoded record, as in ``Part``."""
+
+
+Record = TypeVar("Record")
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """XXH3-128 of ``data`` as 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_count(nbytes: int) -> int:
+    """How many digests a shard of ``nbytes`` has: one for each begun block, at least one."""
+    return max(1, -(-nbytes // BLOCK_NBYTES))
+
+
+def block_digests(data: memoryview) -> tuple[str, ...]:
+    """Digest of each ``BLOCK_NBYTES`` block of a shard (one digest, also for an empty shard, up to one block)."""
+    if data.nbytes <= BLOCK_NBYTES:
+        return (digest(data),)
+    flat = data.cast("B") if data.format != "B" or data.ndim != 1 else data
+    return tuple(digest(flat[at : at + BLOCK_NBYTES]) for at in range(0, flat.nbytes, BLOCK_NBYTES))
+
+
+# -- records ------------------------------------------------------------------------------------------------------------
+
+
+def split_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:
+    """Metrics that JSON has numbers for, and words for the rest (``nan``, ``inf``, ``-inf``); both sorted by name."""
+    finite = {}
+    words = {}
+    for name, value in sorted(metrics.items()):
+        if math.isfinite(value):
+            finite[name] = float(value)
+        else:
+            words[name] = str(float(value))
+    return finite, words
+
+
+def join_metrics(finite: Mapping[str, float], words: Mapping[str, str]) -> dict[str, float]:
+    """Undo ``split_metrics``. CorruptionError for an unknown word."""
+    joined = dict(finite)
+    for name, word in words.items():
+        if word not in ("nan", "inf", "-inf") or name in joined:
+            raise CorruptionError(f"metric {name!r} is {word!r:.40}, which is no number", key=name, kind="record")
+        joined[name] = float(word)
+    return dict(sorted(joined.items()))
+
+
+def _frame(kind: str) -> tuple[bytes, bytes]:
+    """What stands before the digest and between it and the body."""
+    return b'{"format":%d,"kind":"%s","digest":"' % (FORMAT, kind.encode("ascii")), b'","body":'
+
+
+def _digest_body(kind: str, body: memoryview) -> bytes:
+    state = xxhash.xxh3_128(b"%d %s " % (FORMAT, kind.encode("ascii")))
+    state.update(body)
+    return state.hexdigest().encode("ascii")
+
+
+def encode(kind: str, body: object) -> bytes:
+    """The record's bytes. ``kind`` is a word such as ``"manifest"``; ``body`` a Struct or plain JSON value.
+
+    Plain bodies must not hold NaN or infinities, for which JSON has no number (they would become null): see ``split_metrics``.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", kind):
+        raise ValueError(f"{kind!r} is no word for a kind of record")
+    if isinstance(body, Part | Manifest):
+        finite, words = split_metrics(body.metrics)
+        body = msgspec.structs.replace(body, metrics=finite, nonfinite=words)
+    before, between = _frame(kind)
+    record = bytearray(before + b"0" * DIGEST_LEN + between)
+    start = len(record)
+    # Straight behind its frame: a large manifest is not copied to be wrapped.
+    _ENCODER.encode_into(body, record, start)
+    with memoryview(record) as view:
+        found = _digest_body(kind, view[start:])
+    record[len(before) : len(before) + DIGEST_LEN] = found
+    record += b"}"
+    return bytes(record)
+
+
+_ENCODER = msgspec.json.Encoder()
+_FORMAT_OF = re.compile(rb'\s*\{\s*"format"\s*:\s*([0-9]{1,9})\s*[,}]')
+_KIND_OF = re.compile(rb'\{"format":%d,"kind":"([a-z0-9-]{1,40})","digest":"' % FORMAT)
+
+
+def decode(kind: str, data: bytes | memoryview, into: type[Record], *, key: str) -> Record:
+    """The record in ``data``.
+
+    Raises:
+        CorruptionError: Not such a record, or the digest differs (names ``key``).
+        ConfigError: Written by a newer format than ``FORMAT``: says to upgrade.
+    """
+    before, between = _frame(kind)
+    start = len(before) + DIGEST_LEN + len(between)
+    view = memoryview(data)
+    if view[: len(before)] != before:
+        raise _foreign(kind, bytes(view[:200]), key=key)
+    if len(view) <= start or view[len(before) + DIGEST_LEN : start] != between or bytes(view[-1:]) != b"}":
+        raise _corrupt_record(key, f"it is cut off or not a {kind}")
+    body = view[start:-1]
+    if view[len(before) : len(before) + DIGEST_LEN] != _digest_body(kind, body):
+        raise _corrupt_record(key, "its bytes do not match its digest")
+    try:
+        record = msgspec.json.decode(body, type=into)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors; UnicodeDecodeError is one
+        raise _corrupt_record(key, f"a {kind} it is not: {error}") from None
+    if isinstance(record, Part | Manifest):
+        # ``Raw`` would keep all of ``data`` alive.
+        metrics = join_metrics(record.metrics, record.nonfinite)
+        record = msgspec.structs.replace(record, values=record.values.copy(), metrics=metrics, nonfinite={})
+    return record
+
+
+def _foreign(kind: str, first_bytes: bytes, *, key: str) -> CorruptionError | ConfigError:
+    """Why a record does not begin as one of this format and kind does."""
+    told = _FORMAT_OF.match(first_bytes)
+    if told and int(told[1]) > FORMAT:
+        return ConfigError(
+            f"{key!r} is written in format {int(told[1])}, this version reads up to {FORMAT}",
+            key=key,
+            kind="format",
+            hint="upgrade: pip install -U everystep",
+        )
+    other = _KIND_OF.match(first_bytes)
+    return _corrupt_record(key, f"it is a {other[1].decode()}, not a {kind}" if other else f"it does not begin as a {kind} does")
+
+
+def _corrupt_record(key: str, why: str) -> CorruptionError:
+    return CorruptionError(f"{key!r} cannot be trusted: {why}", key=key, kind="record", hint="take another copy or an older step")
+
+
+# -- merging and checking -----------------------------------------------------------------------------------------------
+
+
+def merge(parts: list[Part]) -> Manifest:
+    """The manifest of one step from all nodes' parts, whatever their order; equal parts give equal bytes.
+
+    Where several nodes stored the same region with the same digests, one copy is taken.
+
+    Raises:
+        CorruptionError: Parts of different steps or attempts, a node missing or twice, specs that contradict each other,
+            regions missing or overlapping (named).
+    """
+    ordered = _complete(parts)
+    first = ordered[0]
+    specs: dict[str, TensorSpec] = {}
+    objects: dict[str, StoredObject] = {}
+    aliases: dict[str, str] = {}
+    metrics: dict[str, float] = {}
+    for part in ordered:
+        _unite(specs, ((spec.name, spec) for spec in part.tensors), part, "tensor")
+        _unite(objects, ((stored.key, stored) for stored in part.objects), part, "file")
+        _unite(aliases, part.aliases.items(), part, "alias")
+        metrics = {**part.metrics, **metrics}
+        if bytes(part.values) != bytes(first.values):
+            raise _contradiction(first, f"nodes {first.node} and {part.node} have different plain values")
+    names = sorted(specs)
+    keys = sorted(objects)
+    tensor_of = {name: index for index, name in enumerate(names)}
+    object_of = {key: index for index, key in enumerate(keys)}
+    shards = []
+    for part in ordered:
+        to_tensor = [tensor_of[spec.name] for spec in part.tensors]
+        to_object = [object_of[stored.key] for stored in part.objects]
+        for shard in part.shards:
+            if not (0 <= shard.tensor < len(to_tensor) and 0 <= shard.object < len(to_object)):
+                raise _contradiction(part, f"node {part.node} has a shard of a tensor or file that it does not list")
+            shards.append(Shard(to_tensor[shard.tensor], shard.region, to_object[shard.object], shard.offset, shard.nbytes, shard.digests))
+    shards.sort(key=_shard_order)
+    manifest = Manifest(
+        step=first.step, attempt=first.attempt, nodes=first.nodes, saved_at=max(part.saved_at for part in ordered),
+        tensors=tuple(specs[name] for name in names), objects=tuple(objects[key] for key in keys), shards=tuple(_one_copy(shards)),
+        aliases=dict(sorted(aliases.items())), values=first.values, metrics=dict(sorted(metrics.items())),
+    )  # fmt: skip
+    check(manifest)
+    return manifest
+
+
+def _shard_order(shard: Shard) -> tuple[int, tuple[int, ...], tuple[int, ...], int, int]:
+    return shard.tensor, shard.region.offsets, shard.region.sizes, shard.object, shard.offset
+
+
+def _complete(parts: list[Part]) -> list[Part]:
+    """The parts by node, when they are one step's and all there."""
+    if not parts:
+        raise CorruptionError("no parts: nothing was saved", kind="parts")
+    ordered = sorted(parts, key=lambda part: part.node)
+    first = ordered[0]
+    for part in ordered:
+        if (part.step, part.attempt, part.nodes) != (first.step, first.attempt, first.nodes):
+            raise _contradiction(
+                first,
+                f"nodes {first.node} and {part.node} have parts of different saves: step {first.step} attempt {first.attempt} "
+                f"of {first.nodes} nodes, and step {part.step} attempt {part.attempt} of {part.nodes}",
+            )
+    nodes = [part.node for part in ordered]
+    if nodes != list(range(first.nodes)):
+        absent = sorted(set(range(first.nodes)) - set(nodes))
+        why = f"parts of nodes {absent!r:.80} are missing" if absent else f"parts of nodes {nodes!r:.80} are not one each of {first.nodes}"
+        raise _contradiction(first, why)
+    return ordered
+
+
+_Value = TypeVar("_Value")
+
+
+def _unite(into: dict[str, _Value], pairs: Iterable[tuple[str, _Value]], part: Part, what: str) -> None:
+    for name, value in pairs:
+        known = into.setdefault(name, value)
+        if known is not value and known != value:
+            raise _contradiction(
+                part, f"node {part.node} has another {what} {name!r} than the nodes before it: {value!r:.200} and {known!r:.200}", key=name
+            )
+
+
+def _one_copy(shards: list[Shard]) -> list[Shard]:
+    """Sorted shards without the further copies of the same region with the same digests. Others stay, for ``check`` to find."""
+    kept: list[Shard] = []
+    for shard in shards:
+        if kept:
+            last = kept[-1]
+            if last.tensor == shard.tensor and last.region == shard.region and last.digests == shard.digests:
+                continue
+        kept.append(shard)
+    return kept
+
+
+def _contradiction(part: Part, why: str, *, key: str | None = None) -> CorruptionError:
+    return CorruptionError(
+        f"the parts of step {part.step} do not make a checkpoint: {why}", step=part.step, key=key, kind="parts", hint="take an older step"
+    )
+
+
+def check(manifest: Manifest) -> None:
+    """Raise CorruptionError unless every tensor is fully covered without overlap, indices and byte ranges are in bounds, sizes match
+    dtypes, and the number of digests is right. Messages name the tensor and the missing regions."""
+    if manifest.step < 0 or manifest.attempt < 0 or manifest.nodes < 1 or not math.isfinite(manifest.saved_at):
+        raise _unsound(manifest, f"attempt {manifest.attempt}, {manifest.nodes} nodes or time {manifest.saved_at} cannot be")
+    _check_objects(manifest)
+    names = _check_tensors(manifest)
+    for alias, name in manifest.aliases.items():
+        if name not in names or alias in names or not alias:
+            raise _unsound(manifest, f"{alias!r} cannot be an alias of {name!r}", key=alias)
+    _check_cover(manifest, _check_shards(manifest))
+
+
+def _check_objects(manifest: Manifest) -> None:
+    keys = set()
+    for stored in manifest.objects:
+        steps = stored.key.split("/")
+        if "\\" in stored.key or "\0" in stored.key or any(step in ("", ".", "..") for step in steps):
+            raise _unsound(manifest, f"file key {stored.key!r:.200} leads out of the run", key=stored.key)
+        if stored.key in keys:
+            raise _unsound(manifest, f"file {stored.key!r} is listed twice", key=stored.key)
+        keys.add(stored.key)
+        if not 0 <= stored.header_nbytes <= stored.nbytes or len(stored.header_digest) != DIGEST_LEN:
+            raise _unsound(
+                manifest, f"file {stored.key!r} of {stored.nbytes} bytes cannot have a header of {stored.header_nbytes}", key=stored.key
+            )
+
+
+def _check_tensors(manifest: Manifest) -> set[str]:
+    names: set[str] = set()
+    for spec in manifest.tensors:
+        if spec.dtype not in DTYPES:
+            raise _unsound(manifest, f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r:.40}", key=spec.name)
+        if spec.shape and min(spec.shape) < 0:
+            raise _unsound(manifest, f"tensor {spec.name!r} cannot have the shape {spec.shape!r:.100}", key=spec.name)
+        names.add(spec.name)
+    if len(names) != len(manifest.tensors) or "" in names:
+        seen: set[str] = set()
+        twice = next((spec.name for spec in manifest.tensors if spec.name in seen or seen.add(spec.name)), "")  # type: ignore[func-returns-value]
+        raise _unsound(manifest, f"tensor {twice!r} is listed twice or has no name", key=twice)
+    return names
+
+
+def _check_shards(manifest: Manifest) -> list[Region | list[Region] | None]:
+    """Check each shard by itself; returns each tensor's regions (a single one without its list: there may be a million)."""
+    tensors, objects = manifest.tensors, manifest.objects
+    regions: list[Region | list[Region] | None] = [None] * len(tensors)
+    for shard in manifest.shards:
+        if not (0 <= shard.tensor < len(tensors) and 0 <= shard.object < len(objects)):
+            raise _unsound(
+                manifest, f"a shard belongs to tensor {shard.tensor} of {len(tensors)} and file {shard.object} of {len(objects)}"
+            )
+        spec, stored, region = tensors[shard.tensor], objects[shard.object], shard.region
+        if not region.fits(spec.shape):
+            raise _unsound(manifest, f"a shard of {spec.name!r} is region {region}, out of the shape {spec.shape!r}", key=spec.name)
+        if shard.nbytes != region.numel * DTYPES[spec.dtype]:
+            raise _unsound(
+                manifest, f"{shard.nbytes} bytes are not the size of region {region} of {spec.name!r} ({spec.dtype})", key=spec.name
+            )
+        if shard.offset < stored.header_nbytes or shard.offset + shard.nbytes > stored.nbytes:
+            raise _unsound(
+                manifest,
+                f"bytes {shard.offset}:{shard.offset + shard.nbytes} of {spec.name!r} are not in the data "
+                f"of {stored.key!r} ({stored.header_nbytes}:{stored.nbytes})",
+                key=spec.name,
+            )
+        if len(shard.digests) != digest_count(shard.nbytes) or any(len(word) != DIGEST_LEN for word in shard.digests):
+            raise _unsound(
+                manifest, f"region {region} of {spec.name!r} has {len(shard.digests)} digests for {shard.nbytes} bytes", key=spec.name
+            )
+        known = regions[shard.tensor]
+        if known is None:
+            regions[shard.tensor] = region
+        elif isinstance(known, list):
+            known.append(region)
+        else:
+            regions[shard.tensor] = [known, region]
+    return regions
+
+
+def _check_cover(manifest: Manifest, regions: list[Region | list[Region] | None]) -> None:
+    for spec, found in zip(manifest.tensors, regions, strict=True):
+        if isinstance(found, Region):
+            if found.sizes == spec.shape:
+                continue
+            several = [found]
+        else:
+            several = found or []
+        pair = overlap(several)
+        if pair:
+            raise _unsound(manifest, f"regions {pair[0]} and {pair[1]} of {spec.name!r} overlap", key=spec.name)
+        everything = whole(spec.shape)
+        # Without overlaps the count of elements decides. A tensor without elements needs a shard as well: that says it was saved.
+        if not several or sum(region.numel for region in several) != everything.numel:
+            gaps = missing(spec.shape, several) or [everything]
+            named = ", ".join(map(str, gaps[:5])) + (f" and {len(gaps) - 5} more" if len(gaps) > 5 else "")
+            raise _unsound(manifest, f"tensor {spec.name!r} of shape {spec.shape!r} lacks {named}", key=spec.name)
+
+
+def _unsound(manifest: Manifest, why: str, *, key: str | None = None) -> CorruptionError:
+    return CorruptionError(
+        f"the manifest of step {manifest.step} is not sound: {why}", step=manifest.step, key=key, kind="manifest", hint="take an older step"
+    )

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from everystep import protocol as p
+
+BUDGETS = (None, 1000, 250, 150)
+OPS = (
+    "connect", "configure", "lease", "lease", "lease", "seal", "seal", "seal", "give back", "finish", "finish", "fail", "conflict",
+    "take", "release", "lose", "bye", "visitor", "drain", "tick", "signal", "stop", "announce",
+)  # fmt: skip
+SCRIPTS = st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 7)), max_size=60)
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def check(holds, what):
+    if not holds:
+        raise Broken(what)
+
+
+class Driver:
+    """Plays a script of events, as an agent's shell could see them, and checks the invariants after each."""
+
+    def __init__(self, max_slabs):
+        self.state = p.AgentState(max_slabs=max_slabs, idle_s=50.0)
+        self.now = 0.0
+        self.conns, self.readers, self.answered = [], [], set()
+        self.next_conn, self.request, self.step, self.attempt = 1, 0, 0, 0
+
+    def play(self, script):
+        for op, number in script:
+            if self.state.phase is p.Phase.ENDED:
+                return
+            getattr(self, op.replace(" ", "_"))(number)
+        self.end()
+
+    def feed(self, event):
+        before = self.state
+        self.state, actions = p.transition(before, event, now=self.now)
+        self.compare(before, event, actions)
+        return actions
+
+    def of(self, *states):
+        return [s for s in self.state.slabs.values() if s.state in states]
+
+    def pick(self, items, number):
+        return items[number % len(items)] if items else None
+
+    def asked(self):
+        self.request += 1
+        return self.request
+
+    # -- events
+    def connect(self, number):
+        self.conns.append(self.next_conn)
+        self.feed(p.Connected(conn=self.next_conn, request=self.asked(), role="trainer", pid=self.next_conn))
+        self.next_conn += 1
+        self.configure(number)
+
+    def visitor(self, _):
+        self.conns.append(self.next_conn)
+        self.feed(p.Connected(conn=self.next_conn, request=self.asked(), role="visitor", pid=self.next_conn))
+        self.next_conn += 1
+
+    def configure(self, number):
+        conn = self.pick(self.conns, -1)
+        if conn is not None:
+            self.attempt += 1
+            self.feed(p.Configured(conn=conn, request=self.asked(), attempt=self.attempt, newest_attempt=self.attempt - 1,
+                                   persist_when_idle=bool(number % 2), budget=BUDGETS[number // 2], idle_s=50.0))  # fmt: skip
+
+    def announce(self, number):
+        conn = self.pick(self.conns, number)
+        if conn is not None:
+            self.feed(p.PlanAnnounced(conn=conn, request=self.asked(), plan_id="ab"[number % 2], nbytes=(100, 240)[number % 2], room=700))
+
+    def lease(self, number):
+        conn = self.pick(self.conns, number)
+        if conn is not None:
+            self.step += 1
+            self.feed(p.LeaseAsked(conn=conn, request=self.asked(), plan_id="ab"[number % 7 == 0], nbytes=(100, 240)[number % 7 == 0],
+                                   step=self.step, room=700))  # fmt: skip
+
+    def seal(self, number):
+        slab = self.pick(self.of(p.SlabState.FILLING), number)
+        if slab is not None:
+            attempt = self.state.peers[slab.conn].attempt
+            self.feed(p.Sealed(conn=slab.conn, request=self.asked(), slab=slab.id, step=slab.step, attempt=attempt, bound=number % 3 == 0, room=700))
+
+    def give_back(self, number):
+        slab = self.pick(self.of(p.SlabState.FILLING), number)
+        if slab is not None:
+            self.feed(p.GivenBack(conn=slab.conn, request=self.asked(), slab=slab.id))
+
+    def finish(self, _):
+        for slab in self.of(p.SlabState.PERSISTING)[:1]:
+            self.feed(p.PersistFinished(slab=slab.id))
+
+    def fail(self, _):
+        for slab in self.of(p.SlabState.PERSISTING)[:1]:
+            self.feed(p.PersistFailed(slab=slab.id, error="broken"))
+
+    def conflict(self, number):
+        for slab in self.of(p.SlabState.PERSISTING)[:1] if number == 0 else ():
+            self.feed(p.PersistFailed(slab=slab.id, error="conflict", conflict=True))
+
+    def take(self, number):
+        conn, slab = self.pick(self.conns, number), self.pick(list(self.state.slabs), number)
+        if conn is not None and slab is not None:
+            self.feed(p.SnapshotAsked(conn=conn, request=self.asked(), slab=slab))
+
+    def release(self, number):
+        slab = self.pick([s for s in self.state.slabs.values() if s.readers], number)
+        if slab is not None:
+            self.feed(p.SnapshotReleased(conn=slab.readers[0], request=self.asked(), slab=slab.id))
+
+    def lose(self, number):
+        conn = self.pick(self.conns, number)
+        if conn is not None:
+            self.conns.remove(conn)
+            self.feed(p.ConnectionClosed(conn=conn))
+
+    def bye(self, number):
+        conn = self.pick(self.conns, number)
+        if conn is not None:
+            self.feed(p.ByeSaid(conn=conn, request=self.asked()))
+            self.lose(number)
+
+    def drain(self, number):
+        conn = self.pick(self.conns, number)
+        if conn is not None:
+            self.feed(p.DrainAsked(conn=conn, request=self.asked(), timeout_s=20.0, exit=number == 7))
+
+    def tick(self, number):
+        self.now += 3.0 * number
+        self.feed(p.Ticked())
+
+    def signal(self, number):
+        if number == 0:
+            self.feed(p.Signalled(grace_s=100.0))
+
+    def stop(self, number):
+        conn = self.pick(self.conns, number)
+        if conn is not None and number < 2:
+            self.feed(p.StopAsked(conn=conn, request=self.asked(), force=number == 0))
+
+    def end(self):
+        """Every connection is lost and the disk works: then the snapshot that a trainer sealed last becomes durable."""
+        newest = self.state.newest()
+        was_lost = newest is not None and newest.conn in self.conns
+        while self.conns and self.state.phase is not p.Phase.ENDED:
+            self.lose(0)
+        while self.of(p.SlabState.PERSISTING):
+            self.finish(0)
+        newest = self.state.newest()
+        if was_lost and newest.attempt > self.state.beaten_attempt:
+            check(newest.durable, "the newest snapshot of a lost trainer is not on disk")
+
+    # -- invariants
+    def compare(self, before, event, actions):
+        after = self.state
+        for old in before.slabs.values():
+            if p.is_snapshot(old):
+                self.compare_snapshot(old, after, event)
+        persisting = [s for s in after.slabs.values() if s.state is p.SlabState.PERSISTING]
+        check(len(persisting) <= 1, "two persists at once")
+        check(len(after.slabs) <= max(after.max_slabs, len(before.slabs)), "too many slabs")
+        for slab in after.slabs.values():
+            check(not slab.readers or slab.state in (p.SlabState.SEALED, p.SlabState.PERSISTING), "a slab is read that holds no snapshot")
+        newest = before.newest()
+        for action in actions:
+            if isinstance(action, p.Grant):
+                self.compare_grant(before.slabs.get(action.slab), newest)
+            if isinstance(action, p.FreeSlab):
+                old = before.slabs[action.slab]
+                check(not old.readers and old.state in (p.SlabState.FREE, p.SlabState.SEALED), "memory freed under somebody")
+            if isinstance(action, p.Allocate):
+                check(after.budget is None or sum(s.nbytes for s in after.slabs.values()) <= after.budget, "past the budget")
+            if isinstance(action, p.StartPersist):
+                check(action.slab in [s.id for s in persisting], "persists what is not persisting")
+            if isinstance(action, p.AnswerDrain) and action.complete:
+                check(after.newest() is None or after.newest().durable, "drained, but the newest is not durable")
+                check(not after.undrained(), "drained, but something is due")
+            if isinstance(action, p.Exit) and action.reason in ("asked", "the last trainer has ended"):
+                check(after.newest() is None or after.newest().durable, "ends before the newest is durable")
+            if getattr(action, "request", 0):
+                check(action.request not in self.answered, "answered twice")
+                self.answered.add(action.request)
+        if persisting and not before.persisting():
+            check(any(isinstance(a, p.StartPersist) for a in actions), "says that it persists and does not")
+
+    def compare_snapshot(self, old, after, event):
+        new = after.slabs.get(old.id)
+        ends = isinstance(event, (p.PersistFinished, p.PersistFailed)) and event.slab == old.id
+        if new is not None and new.order == old.order and p.is_snapshot(new):
+            if old.bound and not new.bound:
+                raise Broken("a bound snapshot is bound no more")
+            return
+        check(old.state is not p.SlabState.PERSISTING or ends, "a slab that is being persisted is taken away")
+        newer = [s for s in after.slabs.values() if p.is_snapshot(s) and s.order > old.order]
+        settled = old.durable or old.failed or ends
+        check(settled or newer, "a sealed snapshot is gone")
+        check(settled or not old.bound or any(s.bound for s in newer), "a bound snapshot gave way to one that is not")
+        check(old.durable or isinstance(event, p.PersistFinished) or newer, "the newest snapshot is gone and not on disk")
+
+    def compare_grant(self, old, newest):
+        if old is not None:
+            check(old.state is p.SlabState.FREE, f"a slab is leased that is {old.state.value}")
+            check(not old.readers, "a slab is leased that is read")
+            check(newest is None or newest.id != old.id, "the only snapshot is refilled")
+
+
+@hypothesis.given(SCRIPTS, st.sampled_from([1, 2, 3]))
+@hypothesis.settings(max_examples=300)
+def test_invariants_hold(script, max_slabs):
+    """Whatever happens in whatever order, nothing sealed is lost, nothing is refilled in use, drains tell the truth."""
+    Driver(max_slabs).play(script)
+
+
+def release_at_once(self, slab):
+    self.empty(slab)
+
+
+def bind_nothing(self):
+    return None
+
+
+def nothing_persists(self):
+    return None
+
+
+def always_release(d, e, slab):
+    d.notify(slab, "failed")
+    d.empty(slab)
+
+
+def supersede_bound(d, e, slab):
+    for other in list(d.state.slabs.values()):
+        if other.state is p.SlabState.SEALED and other.bound:
+            d.change(other, bound=False)
+    REAL_SEALED(d, e, slab)
+
+
+def lease_newest(self, plan_id, nbytes):
+    """As the design's first draft would have it: the only sealed slab is refilled while another persists."""
+    found = REAL_SUITED(self, plan_id, nbytes)
+    newest = self.state.newest()
+    if found is None and newest is not None and newest.state is p.SlabState.SEALED and not newest.readers:
+        found = self.empty(newest)
+    return found
+
+
+REAL_SEALED, REAL_SUITED = p._sealed, p._Draft.suited
+MUTANTS = {
+    "refilled while held": ("_Draft", "release", release_at_once),
+    "lost newest is not bound": ("_Draft", "bind_newest", bind_nothing),
+    "two persists": ("AgentState", "persisting", nothing_persists),
+    "failure drops the snapshot": ((p.SlabState.PERSISTING, p.PersistFailed), None, always_release),
+    "bound is superseded by any": ((p.SlabState.FILLING, p.Sealed), None, supersede_bound),
+    "the only sealed slab is refilled": ("_Draft", "suited", lease_newest),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_planted_bugs_are_found(mutant, monkeypatch):
+    """Each planted bug breaks an invariant within the number of tries that the property gets."""
+    where, name, replacement = MUTANTS[mutant]
+    if name is None:
+        monkeypatch.setitem(p.TABLE, where, replacement)
+    else:
+        monkeypatch.setattr(getattr(p, where), name, replacement)
+
+    def breaks(script):
+        try:
+            Driver(3).play(script)
+        except AssertionError:
+            return True
+        return False
+
+    found = hypothesis.find(SCRIPTS, breaks, settings=hypothesis.settings(max_examples=3000, derandomize=True, database=None, deadline=None,
+                                                                          phases=[hypothesis.Phase.generate]))  # fmt: skip
+    assert found
