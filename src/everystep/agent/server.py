@@ -1,0 +1,597 @@
+"""The agent's shell around ``protocol``: connections, slabs, and the threads that persist, hash and keep time.
+
+Every event goes through ``_feed`` under one lock, which carries out the actions in order; none of them waits for a disk or a peer: messages
+go into the connection's outbox, persists to the persisting thread, small things on the store to the chores thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+from everystep import __version__, protocol
+from everystep.agent import messages
+from everystep.agent.memory import Room, SlabMemory, memory_room
+from everystep.agent.persist import Snapshot, check_plan, forget_unkept, persist
+from everystep.agent.stats import AgentStats
+from everystep.agent.wire import HELLO_NBYTES, Anything, Channel
+from everystep.errors import AgentError, CheckpointError, ConflictError
+from everystep.manifest import encode
+from everystep.plan import SavePlan
+from everystep.policy import Keep
+from everystep.repository import CheckpointKey, Repository
+
+_log = logging.getLogger(__name__)
+
+RENEW_S = 30.0
+ALIVE_TTL_S = 120.0
+SIGNAL_GRACE_S = 120.0
+_HELLO_TIMEOUT_S = 10.0
+_PLANS = 64
+"""Plans remembered, the ones in use apart."""
+_FROZEN = (messages.ListSnapshots, messages.TakeSnapshot, messages.ReleaseSnapshot, messages.Drain, messages.Stop, messages.Bye)
+
+
+class _Connection:
+    """One peer. What is sent goes through a thread of its own: a peer that does not read stops nobody else."""
+
+    def __init__(self, number: int, channel: Channel) -> None:
+        self.number = number
+        self.channel = channel
+        self.welcomed = False
+        self.protocol = messages.PROTOCOL
+        self.sent_slabs: set[int] = set()
+        self._outbox: queue.SimpleQueue[tuple[messages.Message, int | None] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name=f"everystep-send-{number}", daemon=True)
+        self._writer.start()
+
+    def send(self, message: messages.Message, fd: int | None = None) -> None:
+        """Queue a message; takes over ``fd``."""
+        self._outbox.put((message, fd))
+
+    def _write(self) -> None:
+        broken = False
+        while (item := self._outbox.get()) is not None:
+            message, fd = item
+            try:
+                if not broken:
+                    self.channel.send(message, fd)
+            except OSError as error:
+                broken = True  # the reading thread sees the end too and tells the protocol
+                _log.debug("connection %d: %s", self.number, error)
+            finally:
+                if fd is not None:
+                    os.close(fd)
+
+    def close(self) -> None:
+        """Send what is queued, then end the connection."""
+        self._outbox.put(None)
+        if threading.current_thread() is not self._writer:
+            self._writer.join(timeout=2.0)
+        self.channel.shut()
+
+
+class AgentServer:
+    """One run's agent, in a process of its own or (``adopt``) inside the trainer.
+
+    Args:
+        repository: Where to persist.
+        run_url: As the trainer named it, absolute.
+        run_id: Who asks for another one is refused.
+        idle_s: Ends by itself after this time without a trainer.
+        room: Measures the memory there is for more slabs.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        *,
+        run_url: str,
+        run_id: str,
+        idle_s: float,
+        room: Callable[[], Room] = memory_room,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.repository = repository
+        self.run_url = run_url
+        self.run_id = run_id
+        self.stats = AgentStats()
+        self.end_reason = ""
+        self._room = room
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._state = protocol.AgentState(idle_s=idle_s, idle_since=clock())
+        self._connections: dict[int, _Connection] = {}
+        self._next_connection = 1
+        self._plans: dict[str, SavePlan] = {}
+        self._memory: dict[int, SlabMemory] = {}
+        self._errors: dict[int, messages.Failed] = {}
+        self._timings: dict[int, dict[str, float]] = {}
+        self._keep = Keep()
+        self._on_end: list[Callable[[], None]] = []
+        self._ended = threading.Event()
+        self._closed = threading.Event()
+        self._ticks = threading.Condition()
+        self._ticking = 0
+        self._persists: queue.SimpleQueue[tuple[int, Snapshot] | None] = queue.SimpleQueue()
+        self._prefaults: queue.SimpleQueue[SlabMemory | None] = queue.SimpleQueue()
+        self._chores = ThreadPoolExecutor(1, thread_name_prefix="everystep-chores")
+        self._recorded = 0
+        self._threads = {
+            name: threading.Thread(target=target, name=f"everystep-{name}", daemon=True)
+            for name, target in (("persist", self._run_persists), ("prefault", self._run_prefaults), ("timer", self._run_timer))
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    # -- life ------------------------------------------------------------------------------------------------------------------
+    def adopt(self, channel: Channel) -> threading.Thread:
+        """Serve a connection, in a thread of its own, which is returned."""
+        with self._lock:
+            number = self._next_connection
+            self._next_connection += 1
+            connection = _Connection(number, channel)
+            self._connections[number] = connection
+        thread = threading.Thread(target=self._serve, args=(connection,), name=f"everystep-serve-{number}", daemon=True)
+        thread.start()
+        return thread
+
+    def signal(self) -> None:
+        """SIGTERM or SIGINT came: drain, then end."""
+        self._feed(protocol.Signalled(grace_s=SIGNAL_GRACE_S))
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once, from any thread, when the agent is to end (``close`` comes after it)."""
+        with self._lock:
+            self._on_end.append(call)
+            ended = self._ended.is_set()
+        if ended:
+            call()
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait for the end of ``close``; False when it took longer."""
+        return self._closed.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the threads and give the memory back. A persist that runs is waited for unless the end was forced."""
+        with self._lock:
+            forced = self._state.persisting() is not None
+        self._persists.put(None)
+        if not forced:
+            self._threads["persist"].join()
+        with self._ticks:
+            self._ticks.notify_all()
+        self._prefaults.put(None)
+        self._record_stats()
+        self._chores.shutdown(wait=not forced, cancel_futures=True)
+        with self._lock:
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            connection.close()
+        with self._lock:
+            memory, self._memory = list(self._memory.values()), {}
+        for slab in memory:
+            slab.close()
+        self._closed.set()
+
+    # -- connections ---------------------------------------------------------------------------------------------------------------
+    def _serve(self, connection: _Connection) -> None:
+        channel = connection.channel
+        request = 0
+        try:
+            _, uid = channel.peer()
+            if uid != os.geteuid():
+                raise AgentError(f"user {uid} may not talk to an agent of user {os.geteuid()}", kind="other-user")
+            channel.timeout(_HELLO_TIMEOUT_S)
+            first = channel.receive(limit=HELLO_NBYTES)
+            if first is not None:
+                request = first[0].id
+                self._greet(connection, first[0], first[1])
+                channel.timeout(None)
+                request = 0
+            while first is not None and (received := channel.receive()) is not None:
+                message, fd = received
+                if fd is not None:
+                    os.close(fd)  # nobody has a reason to send us one
+                self._answer(connection, message)
+        except (OSError, CheckpointError) as error:
+            _log.info("connection %d ends: %s", connection.number, error)
+            if isinstance(error, CheckpointError):
+                connection.send(_failed(error, request))
+        except Exception as error:  # the agent's top: one connection's fault must not end the others, nor leave its leases behind
+            _log.exception("connection %d failed", connection.number)
+            connection.send(_failed(error, request))
+        finally:
+            if connection.welcomed:
+                self._feed(protocol.ConnectionClosed(conn=connection.number))
+            with self._lock:
+                self._connections.pop(connection.number, None)
+            connection.close()
+            channel.close()
+
+    def _greet(self, connection: _Connection, message: Anything, fd: int | None) -> None:
+        if fd is not None:
+            os.close(fd)
+        if not isinstance(message, messages.Hello) or message.protocol < 1 or message.role not in ("trainer", "visitor"):
+            raise AgentError("the first message is not a hello that this agent understands", kind="protocol")
+        # A probe (agent ls) does not know the run's id yet.
+        if message.run_id != self.run_id and not (message.role == "visitor" and not message.run_id):
+            raise AgentError(f"this agent serves run {self.run_id!r}, not {message.run_id!r}", kind="other-run")
+        connection.protocol = message.protocol
+        self._feed(protocol.Connected(conn=connection.number, request=message.id, role=message.role, pid=message.pid))
+
+    def _answer(self, connection: _Connection, message: Anything) -> None:
+        """Turn a message into an event, or answer it here where no decision is needed."""
+        try:
+            if connection.protocol != messages.PROTOCOL and not isinstance(message, _FROZEN):
+                raise AgentError(
+                    f"this agent speaks version {messages.PROTOCOL} of the protocol, the trainer {connection.protocol}", kind="protocol",
+                    hint="everystep agent stop, then start the trainer again",
+                )  # fmt: skip
+            answer = self._answers.get(type(message))
+            if answer is None:
+                raise AgentError(f"{type(message).__name__} is not a request", kind="protocol")
+            answer(self, connection, message)
+        except CheckpointError as error:
+            connection.send(_failed(error, message.id))
+
+    def _configure(self, connection: _Connection, message: messages.Configure) -> None:
+        newest = self.repository.newest_attempt()
+        keep = Keep(last=message.keep_last, best=message.keep_best, metric=message.keep_metric, mode=message.keep_mode,
+                    every=message.keep_every)  # fmt: skip
+        with self._lock:
+            self._feed(protocol.Configured(
+                conn=connection.number, request=message.id, attempt=message.attempt, newest_attempt=newest,
+                persist_when_idle=message.cadence_disk is None, budget=message.memory_budget, idle_s=message.idle_s,
+            ))  # fmt: skip
+            peer = self._state.peers.get(connection.number)
+            accepted = peer is not None and peer.attempt == message.attempt
+            if accepted:
+                self._keep = keep
+        if accepted:
+            self._chore(self._renew)
+
+    def _prepare(self, connection: _Connection, message: messages.Prepare) -> None:
+        check_plan(message.plan)
+        with self._lock:
+            self._plans.pop(message.plan.id, None)
+            self._plans[message.plan.id] = message.plan
+            used = {slab.plan_id for slab in self._state.slabs.values()}
+            for old in [plan_id for plan_id in self._plans if plan_id not in used][:-_PLANS]:
+                del self._plans[old]
+            room = self._free_memory()
+            self._feed(protocol.PlanAnnounced(
+                conn=connection.number, request=message.id, plan_id=message.plan.id, nbytes=message.plan.nbytes, room=room.nbytes,
+                limits=room.limits,
+            ))  # fmt: skip
+
+    def _lease(self, connection: _Connection, message: messages.Lease) -> None:
+        with self._lock:
+            plan = self._plans.get(message.plan_id)
+            if plan is None:
+                raise AgentError(f"plan {message.plan_id!r} is not known to this agent", step=message.step, kind="unknown-plan")
+            free = any(s.state is protocol.SlabState.FREE and s.plan_id == plan.id for s in self._state.slabs.values())
+            room = Room(0, "") if free else self._free_memory()
+            self._feed(protocol.LeaseAsked(
+                conn=connection.number, request=message.id, plan_id=plan.id, nbytes=plan.nbytes, step=message.step, room=room.nbytes,
+                limits=room.limits,
+            ))  # fmt: skip
+
+    def _seal(self, connection: _Connection, message: messages.Seal) -> None:
+        with self._lock:
+            plan, memory = self._plans.get(message.plan_id), self._memory.get(message.slab)
+            row = self._state.slabs.get(message.slab)
+            if plan is None or (row is not None and row.state is protocol.SlabState.FILLING and row.plan_id != plan.id):
+                raise AgentError(f"slab {message.slab} was not leased for plan {message.plan_id!r}", step=message.step, kind="protocol")
+            snapshot = None if memory is None else Snapshot(plan, message, memory.view)
+            full = len(self._state.slabs) >= self._state.max_slabs
+            before = self._state.next_order
+            self._feed(protocol.Sealed(
+                conn=connection.number, request=message.id, slab=message.slab, step=message.step, attempt=message.attempt,
+                bound=message.bound or message.pin, payload=snapshot, room=0 if full else self._free_memory().nbytes,
+            ))  # fmt: skip
+            sealed = self._state.next_order > before
+        if sealed and snapshot is not None:
+            self.stats.count("saved")
+            self.stats.count("bytes_saved", snapshot.nbytes)
+            self.stats.observe(message.timings_s)
+
+    def _list(self, connection: _Connection, message: messages.ListSnapshots) -> None:
+        with self._lock:
+            rows = sorted((s for s in self._state.slabs.values() if protocol.is_snapshot(s)), key=lambda s: s.order, reverse=True)
+            summaries = tuple(
+                messages.SnapshotSummary(
+                    slab=s.id, step=s.step, attempt=s.attempt, nbytes=s.payload.nbytes, saved_at=s.payload.seal.saved_at,
+                    persisted=s.durable,
+                )
+                for s in rows
+            )  # fmt: skip
+        connection.send(messages.Snapshots(id=message.id, snapshots=summaries))
+
+    def _record_metrics(self, connection: _Connection, message: messages.RecordMetrics) -> None:
+        key = CheckpointKey(message.step, message.attempt)
+        with self._lock:
+            for slab in self._state.slabs.values():
+                if protocol.is_snapshot(slab) and slab.payload.key == key and not slab.payload.settled:
+                    slab.payload.late_metrics.update(message.metrics)
+                    connection.send(messages.Done(id=message.id))
+                    return
+
+        def record() -> None:
+            try:
+                self.repository.record_metrics(key, message.metrics)
+                connection.send(messages.Done(id=message.id))
+            except CheckpointError as error:
+                connection.send(_failed(error, message.id))
+
+        self._chore(record)
+
+    def _ask_stats(self, connection: _Connection, message: messages.AskStats) -> None:
+        connection.send(messages.Stats(id=message.id, json=self.stats.encode()))
+
+    def _give_back(self, connection: _Connection, message: messages.GiveBack) -> None:
+        self._feed(protocol.GivenBack(conn=connection.number, request=message.id, slab=message.slab))
+
+    def _take(self, connection: _Connection, message: messages.TakeSnapshot) -> None:
+        self._feed(protocol.SnapshotAsked(conn=connection.number, request=message.id, slab=message.slab))
+
+    def _release(self, connection: _Connection, message: messages.ReleaseSnapshot) -> None:
+        self._feed(protocol.SnapshotReleased(conn=connection.number, request=message.id, slab=message.slab))
+
+    def _drain(self, connection: _Connection, message: messages.Drain) -> None:
+        self._feed(protocol.DrainAsked(conn=connection.number, request=message.id, timeout_s=message.timeout_s, exit=message.exit))
+
+    def _stop(self, connection: _Connection, message: messages.Stop) -> None:
+        self._feed(protocol.StopAsked(conn=connection.number, request=message.id, force=message.force))
+
+    def _bye(self, connection: _Connection, message: messages.Bye) -> None:
+        self._feed(protocol.ByeSaid(conn=connection.number, request=message.id))
+
+    # -- the protocol -----------------------------------------------------------------------------------------------------------------
+    def _feed(self, event: protocol.Happened) -> None:
+        with self._lock:
+            self._state, actions = protocol.transition(self._state, event, now=self._clock())
+            for action in actions:
+                self._actions[type(action)](self, action)
+        with self._ticks:
+            self._ticking += 1
+            self._ticks.notify_all()
+
+    def _tell(self, conn: int, message: messages.Message, fd: int | None = None) -> None:
+        connection = self._connections.get(conn)
+        if connection is not None:
+            connection.send(message, fd)
+        elif fd is not None:
+            os.close(fd)
+
+    def _do_accept(self, action: protocol.Accept) -> None:
+        connection = self._connections.get(action.conn)
+        if connection is None or connection.welcomed:
+            self._tell(action.conn, messages.Done(id=action.request, note=action.note))
+            return
+        connection.welcomed = True
+        others = tuple(peer.pid for conn, peer in self._state.peers.items() if peer.role == "trainer" and conn != action.conn)
+        connection.send(messages.Welcome(
+            id=action.request, protocol=messages.PROTOCOL, version=__version__, pid=os.getpid(), run_id=self.run_id, run_url=self.run_url,
+            trainers=others,
+        ))  # fmt: skip
+
+    def _do_fail(self, action: protocol.Fail) -> None:
+        failed = messages.Failed(id=action.request, name=action.name, message=action.message, kind=action.kind, hint=action.hint)
+        self._tell(action.conn, failed)
+
+    def _do_refuse(self, action: protocol.Refuse) -> None:
+        self.stats.count("skipped")
+        self._tell(action.conn, messages.NoSlab(id=action.request, kind=action.kind, reason=action.reason))
+
+    def _do_allocate(self, action: protocol.Allocate) -> None:
+        try:
+            memory = SlabMemory(action.nbytes)
+        except OSError as error:
+            _log.warning("a slab of %d bytes cannot be made: %s", action.nbytes, error)
+            self._feed(protocol.AllocationFailed(slab=action.slab))
+            return
+        self._memory[action.slab] = memory
+        self._prefaults.put(memory)
+
+    def _do_free(self, action: protocol.FreeSlab) -> None:
+        memory = self._memory.pop(action.slab, None)
+        if memory is not None:
+            memory.close()
+
+    def _do_grant(self, action: protocol.Grant) -> None:
+        memory, connection = self._memory.get(action.slab), self._connections.get(action.conn)
+        if memory is None or connection is None:
+            reason = "the system refused the memory (see the agent's log)"
+            self._tell(action.conn, messages.NoSlab(id=action.request, kind="memory", reason=reason))
+            return
+        if not action.headers_written:
+            for file in self._plans[action.plan_id].files:
+                memory.view[file.slab_offset : file.slab_offset + len(file.header)] = file.header
+        fresh = action.slab not in connection.sent_slabs
+        freed = tuple(connection.sent_slabs - set(self._memory))
+        connection.sent_slabs = (connection.sent_slabs & set(self._memory)) | {action.slab}
+        connection.send(messages.SlabGranted(id=action.request, slab=action.slab, nbytes=memory.nbytes, fresh=fresh, headers_written=True,
+                                             freed=freed), os.dup(memory.fd) if fresh else None)  # fmt: skip
+
+    def _do_persist(self, action: protocol.StartPersist) -> None:
+        self._persists.put((action.slab, action.payload))
+
+    def _do_notify(self, action: protocol.Notify) -> None:
+        if action.what != "failed":
+            self.stats.count(action.what)
+        self._tell(action.conn, messages.Event(
+            what=action.what, step=action.step, attempt=action.attempt, nbytes=action.payload.nbytes,
+            timings_s=self._timings.get(action.slab, {}) if action.what == "committed" else {},
+            failed=self._errors.get(action.slab) if action.what == "failed" else None,
+        ))  # fmt: skip
+
+    def _do_give_snapshot(self, action: protocol.GiveSnapshot) -> None:
+        memory = self._memory[action.slab]
+        self._chore(lambda: self._give_snapshot(action, memory, action.payload))
+
+    def _give_snapshot(self, action: protocol.GiveSnapshot, memory: SlabMemory, snapshot: Snapshot) -> None:
+        try:
+            manifest = snapshot.manifest({file.name: file.name for file in snapshot.plan.files})
+        except CheckpointError as error:
+            self._feed(protocol.SnapshotReleased(conn=action.conn, slab=action.slab))
+            self._tell(action.conn, _failed(error, action.request))
+            return
+        begins = {file.name: file.slab_offset for file in snapshot.plan.files}
+        answer = messages.SnapshotTaken(id=action.request, manifest=encode("manifest", manifest), slab_nbytes=memory.nbytes,
+                                        file_offsets=tuple(begins[stored.key] for stored in manifest.objects))  # fmt: skip
+        with memory.readable_fd() as fd:
+            self._tell(action.conn, answer, os.dup(fd))
+
+    def _do_answer_drain(self, action: protocol.AnswerDrain) -> None:
+        self._tell(action.conn, messages.Drained(
+            id=action.request, complete=action.complete, newest_durable_step=action.newest_durable_step, error=action.error
+        ))  # fmt: skip
+
+    def _do_exit(self, action: protocol.Exit) -> None:
+        _log.info("the agent ends: %s", action.reason)
+        self.end_reason = action.reason
+        self._ended.set()
+        for call in self._on_end:
+            call()
+
+    # -- threads --------------------------------------------------------------------------------------------------------------------------
+    def _run_persists(self) -> None:
+        while (item := self._persists.get()) is not None:
+            slab, snapshot = item
+            try:
+                timings = persist(self.repository, snapshot)
+            except Exception as error:  # the agent's top: whatever it is, the trainer is told, and the slab stays
+                if not isinstance(error, (CheckpointError, OSError)):
+                    _log.exception("persisting %s", snapshot.key)
+                self._not_persisted(slab, snapshot, error)
+                continue
+            self._persisted(slab, snapshot, timings)
+
+    def _not_persisted(self, slab: int, snapshot: Snapshot, error: Exception) -> None:
+        _log.error("step %d of attempt %d is not saved to disk: %s", snapshot.key.step, snapshot.key.attempt, error)
+        self.stats.count("failed")
+        with self._lock:
+            failed = _failed(error, 0, step=snapshot.key.step)
+            conflict = isinstance(error, ConflictError) and error.kind == "superseded-attempt"
+            if conflict:  # it is told to the others of this attempt too
+                self._errors.update(dict.fromkeys(self._state.slabs, failed))
+            self._errors[slab] = failed
+            self._feed(protocol.PersistFailed(slab=slab, error=str(error), conflict=conflict))
+
+    def _persisted(self, slab: int, snapshot: Snapshot, timings: dict[str, float]) -> None:
+        _log.info("step %d of attempt %d saved to disk in %.3f s", snapshot.key.step, snapshot.key.attempt, timings["total"])
+        self.stats.observe(timings)
+        self.stats.count("bytes_committed", snapshot.nbytes)
+        with self._lock:
+            snapshot.settled = True
+            late, keep, seal_conn = dict(snapshot.late_metrics), self._keep, self._state.slabs[slab].conn
+            self._timings[slab] = timings
+            self._feed(protocol.PersistFinished(slab=slab))
+        if late:
+            self._chore(lambda: self._record_late(snapshot.key, late))
+        for key in forget_unkept(self.repository, keep, self.stats):
+            with self._lock:
+                self._tell(seal_conn, messages.Event(what="forgotten", step=key.step, attempt=key.attempt))
+
+    def _record_late(self, key: CheckpointKey, metrics: dict[str, float]) -> None:
+        try:
+            self.repository.record_metrics(key, metrics)
+        except CheckpointError as error:
+            self.stats.count("metrics_failures")
+            _log.error("metrics of %s are not recorded: %s", key, error)
+
+    def _run_prefaults(self) -> None:
+        with contextlib.suppress(OSError):  # a courtesy to the training's threads, where the kernel lets us
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while (memory := self._prefaults.get()) is not None:
+            memory.mapping.populate()
+
+    def _run_timer(self) -> None:
+        renew_at = self._clock() + RENEW_S
+        seen = -1
+        while not self._ended.is_set():
+            now = self._clock()
+            with self._lock:
+                tick_at = protocol.next_tick_at(self._state)
+                at_work = bool(self._state.trainers()) or self._state.undrained()
+            if tick_at is not None and tick_at <= now:
+                self._feed(protocol.Ticked())
+            if renew_at <= now:
+                renew_at = now + RENEW_S
+                if at_work:
+                    self._chore(self._renew)
+                self._chore(self._record_stats)
+            with self._ticks:
+                if self._ticking == seen:
+                    wake_at = min(renew_at, tick_at if tick_at is not None and tick_at > now else renew_at)
+                    self._ticks.wait(max(0.0, wake_at - now))
+                seen = self._ticking
+
+    def _chore(self, job: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                job()
+            except Exception:  # the agent's top: a chore tells its own errors; what comes here is a mistake of ours
+                _log.exception("in the background")
+
+        with contextlib.suppress(RuntimeError):  # the agent is closing: nobody waits for it any more
+            self._chores.submit(run)
+
+    def _renew(self) -> None:
+        attempt = self._state.newest_attempt
+        if attempt:
+            try:
+                self.repository.renew(attempt, now=time.time(), ttl_s=ALIVE_TTL_S)
+            except CheckpointError as error:
+                self.stats.count("renew_failures")
+                _log.warning("attempt %d could not be renewed: %s", attempt, error)
+
+    def _record_stats(self) -> None:
+        attempt, changes = self._state.newest_attempt, self.stats.changes
+        if attempt and changes != self._recorded:
+            try:
+                self.repository.record_stats(attempt, self.stats.as_json())
+                self._recorded = changes
+            except CheckpointError as error:
+                _log.warning("the statistics could not be recorded: %s", error)
+
+    def _free_memory(self) -> Room:
+        """What is there for more slabs: pages that are promised to slabs and not yet in place count as taken."""
+        room = self._room()
+        promised = sum(memory.nbytes - memory.mapping.populated for memory in self._memory.values())
+        return Room(max(0, room.nbytes - promised), room.limits)
+
+    _answers: ClassVar[dict[type[Anything], Callable[..., None]]] = {
+        messages.Configure: _configure, messages.Prepare: _prepare, messages.Lease: _lease,
+        messages.Seal: _seal, messages.GiveBack: _give_back, messages.ListSnapshots: _list,
+        messages.TakeSnapshot: _take, messages.ReleaseSnapshot: _release, messages.Drain: _drain,
+        messages.RecordMetrics: _record_metrics, messages.AskStats: _ask_stats, messages.Stop: _stop,
+        messages.Bye: _bye,
+    }  # fmt: skip
+    _actions: ClassVar[dict[type[protocol.Action], Callable[..., None]]] = {
+        protocol.Accept: _do_accept, protocol.Fail: _do_fail, protocol.Refuse: _do_refuse,
+        protocol.Allocate: _do_allocate, protocol.FreeSlab: _do_free, protocol.Grant: _do_grant,
+        protocol.StartPersist: _do_persist, protocol.Notify: _do_notify,
+        protocol.GiveSnapshot: _do_give_snapshot, protocol.AnswerDrain: _do_answer_drain,
+        protocol.Exit: _do_exit,
+    }  # fmt: skip
+
+
+
+def _failed(error: BaseException, request: int, *, step: int | None = None) -> messages.Failed:
+    if isinstance(error, CheckpointError):
+        step = error.step if error.step is not None else step
+        return messages.Failed(id=request, name=type(error).__name__, message=error.message, step=step, key=error.key, kind=error.kind,
+                               hint=error.hint, errno=error.errno)  # fmt: skip
+    number = error.errno if isinstance(error, OSError) else None
+    name = "StoreError" if isinstance(error, OSError) else "AgentError"
+    return messages.Failed(id=request, name=name, message=f"{type(error).__name__}: {error}", step=step, kind="unexpected", errno=number,
+                           hint="see the agent's log (everystep agent ls)")  # fmt: skip

@@ -1,0 +1,146 @@
+"""The agent as a process: one for each run and node, detached from the trainer that started it, or in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from everystep.agent import messages
+from everystep.agent.runtime import LOG_NBYTES, Place, runtime_dir
+from everystep.agent.server import AgentServer
+from everystep.agent.wire import Channel
+from everystep.errors import CheckpointError, ConfigError, ConflictError
+from everystep.repository import Repository
+
+_log = logging.getLogger(__name__)
+READY = b"ready"
+_LOCK_WAIT_S = 5.0
+
+
+def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = True, *, ready_fd: int | None = None) -> int:
+    """Be the run's agent until the end; returns the exit status.
+
+    Args:
+        run_url: Absolute, or of a path relative to here.
+        run_id: Must be that of the run at ``run_url``; None: whatever that is (the run is made if it is not there).
+        idle_s: End after this time without a trainer.
+        foreground: Log to stderr as it is, and raise ConflictError when the run has an agent; else the log is kept short and the loser of a
+            race for the run returns at once.
+        ready_fd: Where to write ``READY`` once the socket listens.
+    """
+    _log_to_stderr(bounded=not foreground)
+    if "://" not in run_url:
+        run_url = str(Path(run_url).absolute())
+    repository = Repository.open(run_url, create=run_id is None)
+    if run_id not in (None, repository.run_id):
+        raise ConfigError(f"{run_url!r} is run {repository.run_id!r}, not {run_id!r}", key=run_url, kind="other-run",
+                          hint="the run directory was replaced: restart the trainer")  # fmt: skip
+    place = Place.of_run(runtime_dir(), repository.run_id)
+    lock = _take_lock(place)
+    if lock is None:
+        if foreground:
+            message = f"run {run_url!r} has an agent on this node already"
+            raise ConflictError(message, key=run_url, kind="two-agents", hint="everystep agent ls")
+        return 0
+    news: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put may be called from a signal handler
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: news.put("signal"))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with place.listen() as listener:
+        server = AgentServer(repository, run_url=run_url, run_id=repository.run_id, idle_s=idle_s)
+        server.on_end(lambda: news.put("end"))
+        threading.Thread(target=_accept, args=(listener, server), name="everystep-accept", daemon=True).start()
+        if ready_fd is not None:
+            with contextlib.suppress(BrokenPipeError):  # who started us is gone: the run may still have use for us
+                os.write(ready_fd, READY)
+            os.close(ready_fd)
+        _log.info("agent %d serves run %s at %s", os.getpid(), repository.run_id, run_url)
+        while news.get() != "end":
+            server.signal()
+        with contextlib.suppress(FileNotFoundError):  # gone before the lock is: the next agent makes its own
+            place.socket.unlink()
+    server.close()
+    os.close(lock)
+    return 0
+
+
+def _take_lock(place: Place) -> int | None:
+    """The lock; None when a live agent has it. One that has closed its socket and is about to end is waited for."""
+    until = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        lock = place.take_lock()
+        if lock is not None:
+            return lock
+        try:
+            place.connect(timeout_s=1.0).close()
+        except (ConnectionRefusedError, FileNotFoundError, TimeoutError):
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.02)  # between taking the lock and listening, or between closing and ending: nothing to wait on
+        else:
+            return None
+
+
+def _accept(listener: socket.socket, server: AgentServer) -> None:
+    with contextlib.suppress(OSError):  # closed: the agent ends
+        while True:
+            sock, _ = listener.accept()
+            server.adopt(Channel(sock))
+
+
+def _log_to_stderr(*, bounded: bool) -> None:
+    handler: logging.Handler = _BoundedStream() if bounded else logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger("everystep")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
+class _BoundedStream(logging.StreamHandler):  # type: ignore[type-arg]
+    """Standard error is a file that is emptied when it has grown too long."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        with contextlib.suppress(OSError):  # not a file
+            if os.fstat(2).st_size > LOG_NBYTES:
+                os.ftruncate(2, 0)
+        super().emit(record)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``python -m everystep.agent RUN_URL --run-id ID``: what a trainer starts."""
+    parser = argparse.ArgumentParser(prog="python -m everystep.agent", description=__doc__)
+    parser.add_argument("run_url", help="the run, absolute")
+    parser.add_argument("--run-id", help="id of the run; another one at RUN_URL is an error")
+    parser.add_argument("--idle-s", type=float, default=600.0, help="end after so many seconds without a trainer (default: %(default)s)")
+    parser.add_argument("--detach", action="store_true", help="go on in the background and return")
+    parser.add_argument("--ready-fd", type=int, help="where to say that the socket listens, or why not")
+    asked = parser.parse_args(arguments)
+    if asked.detach:
+        if os.fork():  # no thread has been started yet
+            os._exit(0)
+        os.setsid()  # away from the trainer's process group, whatever is done to that
+    try:
+        status = serve(asked.run_url, asked.run_id, asked.idle_s, foreground=not asked.detach, ready_fd=asked.ready_fd)
+    except CheckpointError as error:
+        _log.error("%s", error)
+        if asked.ready_fd is not None:
+            failed = messages.Failed(name=type(error).__name__, message=error.message, key=error.key, kind=error.kind, hint=error.hint,
+                                     errno=error.errno)  # fmt: skip
+            os.write(asked.ready_fd, msgspec.msgpack.encode(failed))
+        status = 1
+    logging.shutdown()
+    sys.stderr.flush()
+    # Threads that a forced end left behind must not hold the process; everything that matters is on disk or was given up.
+    os._exit(status)
