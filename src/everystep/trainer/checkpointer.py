@@ -1,0 +1,539 @@
+"""The facade: save at every step with almost no stall, restore the newest good state."""
+
+# ruff: noqa: SLF001 (a Pending is moved on by the checkpointer alone)
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from everystep import policy
+from everystep.agent import messages
+from everystep.agent.client import AgentClient, Slab
+from everystep.errors import AgentError, CapacityError, CheckpointError, ConfigError, ConflictError, NotFoundError, StoreError, rebuild
+from everystep.plan import SavePlan, plan_save
+from everystep.policy import Cadence, Keep
+from everystep.repository import Repository
+from everystep.trainer.connection import Connection
+from everystep.trainer.finding import RestoredFrom, restore_newest
+from everystep.trainer.pending import Pending, Report
+from everystep.trainer.staging import SlabViews, Stager, Staging, order_of
+from everystep.trainer.state import Collected, RestoreReport, StateCollector, load_state, restore_into
+
+__all__ = ["Checkpointer", "Pending", "Report", "load"]
+
+_log = logging.getLogger("everystep")
+_PLANS = 4
+"""Plans remembered at a time; the agent remembers more, so that a plan known here is known there."""
+
+
+class Checkpointer:
+    """Saves and restores one run's state.
+
+    Args:
+        path: The run's folder (a path, or a URL of a supported store). Made at the first save.
+        cadence: How often a save reaches memory and disk. The default: every save to memory, and to disk as fast as it takes them.
+        keep: Which checkpoints on disk stay. The default: the last three.
+        overlap: Copy parameters and optimizer state while training goes on, up to the next optimizer step.
+        memory_budget: Bytes of host memory that all slabs together may take; None: as much as three snapshots, within what the machine
+            and its cgroup have.
+        max_failures: A save that fails is logged and counted; after this many in a row the next ``save`` raises (0 and 1: at once).
+        agent: Keep snapshots in a process of their own that outlives this one. False: the same code in this process, for
+            environments that forbid it; memory then dies with the trainer.
+        idle_s: An agent without a trainer ends after this many seconds.
+        fresh: Start a new timeline although the run has checkpoints (they stay until retention takes them).
+
+    A run belongs to one trainer at a time. Thread-safe; not usable in a forked child.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        cadence: Cadence | None = None,
+        keep: Keep | None = None,
+        overlap: bool = True,
+        memory_budget: int | None = None,
+        max_failures: int = 3,
+        agent: bool = True,
+        idle_s: float = 600.0,
+        fresh: bool = False,
+    ) -> None:
+        self.path = _as_url(path)
+        self.cadence = cadence or Cadence()
+        self.keep = keep or Keep()
+        self.overlap = overlap
+        self.max_failures = max_failures
+        self.failures: list[CheckpointError] = []
+        """Every failed save of this object, oldest first (the newest hundred)."""
+        self.last_restore: RestoreReport | None = None
+        self.restored_from: RestoredFrom | None = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._collector = StateCollector()
+        self._stager = Stager(notice=_log.warning)
+        self._run = Connection(
+            self.path, cadence=self.cadence, keep=self.keep, memory_budget=memory_budget, idle_s=idle_s, in_process=not agent, fresh=fresh,
+            on_event=self._on_event, on_lost=self._on_lost,
+        )  # fmt: skip
+        self._generation = 0
+        self._plans: dict[object, tuple[SavePlan, list[int]]] = {}
+        self._views: dict[tuple[int, str], SlabViews] = {}
+        self._last_step: int | None = None
+        self._last: Pending | None = None
+        self._last_bound_at: float | None = None
+        self._in_a_row = 0
+        self._pending: dict[int, Pending] = {}
+        self._warned: set[str] = set()
+        self._hook = register_optimizer_step_pre_hook(_fence_hook(weakref.ref(self)))
+        _open.add(self)
+
+    # -- saving --------------------------------------------------------------------------------------------------------------
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        sync: bool = False,
+        pin: bool = False,
+    ) -> Pending:
+        """Take a snapshot of ``state`` as of training step ``step``; returns at once.
+
+        Call it after the optimizer's step and before the next backward pass: gradients are not state.
+
+        Args:
+            step: Training step, growing within one life of the run.
+            state: Nested mapping of modules, optimizers, objects with ``state_dict``/``load_state_dict``, tensors and plain values.
+            metrics: Numbers that ``Keep(best=...)`` and consolidation look at.
+            sync: Return when the checkpoint is committed to disk.
+            pin: Keep this checkpoint whatever ``keep`` says (implies that it goes to disk).
+
+        Raises:
+            StateError, LayoutError: The state holds something that cannot be stored; nothing was written.
+            ConflictError: Another trainer has the run, a newer attempt exists, or there are checkpoints that nobody restored.
+            CheckpointError: The last ``max_failures`` saves failed one after the other.
+        """
+        began = time.perf_counter()
+        with self._lock:
+            self._usable()
+            step = _checked_step(step)
+            self._stager.fence()
+            self._stager.idle()
+            if self._run.conflict is not None:
+                raise self._run.conflict
+            self._raise_if_failing()
+            if self._last is not None and step == self._last_step:
+                return self._again(self._last, sync=sync)
+            if self._last_step is not None and step < self._last_step:
+                message = f"step {step} comes after step {self._last_step} in the same attempt"
+                raise ConfigError(message, step=step, kind="step-order", hint="steps grow; restore(state, step=...) starts a new timeline")
+            bound = pin or sync
+            now = time.time()
+            bound = bound or policy.disk_bound(step, self.cadence, now=now, last_bound_at=self._last_bound_at)
+            if not bound and not policy.is_due(step, self.cadence.memory):
+                pending = Pending(step)
+                pending._advance("skipped", reason=f"not due: memory every {self.cadence.memory} steps")
+                return pending
+            pending = self._take(step, state, dict(metrics or {}), bound=bound, pin=pin, began=began, now=now)
+        if sync:
+            pending.wait("disk")
+        return pending
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Attach metrics that became known after ``save(step, ...)``, such as a validation loss."""
+        with self._lock:
+            self._usable()
+            client, attempt = self._run.client, self._run.attempt
+            if client is None or attempt is None:
+                message = f"step {step} was not saved by this checkpointer"
+                raise NotFoundError(message, step=step, kind="no-save", hint="call record after save")
+            client.record_metrics(step=step, attempt=attempt, metrics={name: float(value) for name, value in metrics.items()})
+
+    def _take(
+        self, step: int, state: Mapping[str, Any], metrics: dict[str, float], *, bound: bool, pin: bool, began: float, now: float
+    ) -> Pending:
+        pending = Pending(step)
+        collected = self._collector.collect(state)
+        numbers = {name: float(value) for name, value in metrics.items()}
+        try:
+            client, attempt = self._run.writing()
+            plan, order = self._planned(collected)
+            self._run.prepare(client, plan)
+            planned_s = time.perf_counter() - began
+            slab = client.lease(plan, step)
+        except ConflictError:
+            raise
+        except (AgentError, CapacityError, StoreError) as error:
+            self._fail(pending, error)
+            return pending
+        if isinstance(slab, messages.NoSlab):
+            self._notice_once(slab.kind, f"step {step} is not saved: {slab.reason}")
+            pending._advance("skipped", reason=slab.reason)
+            return pending
+        for done in [old for old, known in self._pending.items() if known.done()]:
+            del self._pending[done]
+        overlap = self.overlap and bool(collected.optimizers) and not collected.unfenced
+        if collected.unfenced and self.overlap:
+            text = f"{collected.unfenced[0]!r} does not run torch's optimizer step hooks: save() copies everything in the call"
+            self._notice_once("unfenced", text)
+        pending._expect_disk(bound or self.cadence.disk is None)
+        self._pending[step] = pending
+        self._last, self._last_step = pending, step
+        if bound:
+            self._last_bound_at = now
+        timings = {"plan": planned_s, "fence": self._stager.fence_s}
+
+        def finish(staging: Staging) -> None:
+            if staging.error is not None:
+                self._give_back(client, slab)
+                self._fail(pending, staging.error)
+                return
+            try:
+                client.seal(
+                    slab, plan=plan, step=step, attempt=attempt, saved_at=now, values=collected.values, metrics=numbers,
+                    bound=bound, pin=pin, timings_s={**timings, "stage": staging.stage_s},
+                )  # fmt: skip
+            except CheckpointError as error:
+                self._fail(pending, error)
+                return
+            pending._advance("memory", timings_s={**timings, "stage": staging.stage_s}, nbytes=sum(file.nbytes for file in plan.files))
+
+        try:
+            views = self._viewed(slab, plan, collected)
+            self._stager.stage(step=step, leaves=collected.leaves, order=order, views=views, overlap=overlap, finish=finish)
+        except BaseException as error:  # also an interrupt: the slab must not stay leased
+            self._give_back(client, slab)
+            pending._advance("failed", reason=str(error))
+            raise
+        timings["call"] = time.perf_counter() - began
+        pending._time({"call": timings["call"]})
+        return pending
+
+    def _again(self, last: Pending, *, sync: bool) -> Pending:
+        self._notice_once("again", f"step {last.step} is saved already; a step names one state, the first one is kept")
+        if sync:
+            self._drain(None)
+        return last
+
+    def _planned(self, collected: Collected) -> tuple[SavePlan, list[int]]:
+        found = self._plans.get(collected.structure)
+        if found is None:
+            plan = plan_save([leaf.spec for leaf in collected.leaves], aliases=collected.aliases)
+            found = plan, order_of(plan, collected.leaves)
+            while len(self._plans) >= _PLANS:
+                dropped, _ = self._plans.pop(next(iter(self._plans)))
+                self._run.forget(dropped)
+            self._plans[collected.structure] = found
+        return found
+
+    def _viewed(self, slab: Slab, plan: SavePlan, collected: Collected) -> SlabViews:
+        if self._generation != self._run.generation:
+            self._forget_views(lambda _: True)
+            self._generation = self._run.generation
+        found = self._views.get((slab.id, plan.id))
+        if found is None:
+            by_name = {leaf.spec.name: leaf.tensor.dtype for leaf in collected.leaves}
+            dtypes = [by_name[plan.tensors[placement.tensor].name] for placement in plan.placements]
+            known = {plan.id for plan, _ in self._plans.values()}
+            self._forget_views(lambda key: key[0] == slab.id or key[1] not in known)
+            found = self._views[slab.id, plan.id] = SlabViews(slab.view, plan, dtypes)
+        return found
+
+    def _forget_views(self, which: Callable[[tuple[int, str]], bool]) -> None:
+        for key in [key for key in self._views if which(key)]:
+            self._stager.forget_views(self._views.pop(key))
+
+    # -- restoring -----------------------------------------------------------------------------------------------------------
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        include: Sequence[str] | None = None,
+        cast: bool = False,
+    ) -> int | None:
+        """Fill ``state`` in place from the newest verified checkpoint, in memory or on disk; returns its step, or None when there is none.
+
+        A checkpoint whose bytes do not verify is passed over with a report (``restored_from.skipped``, and a log line), and the next older
+        one is taken.
+
+        Args:
+            state: As for ``save``.
+            step: Take this step's checkpoint instead of the newest.
+            strict: Names of state and checkpoint must agree.
+            include: Patterns (``"model.*"``) of full names; only these are restored.
+            cast: Convert dtypes that differ.
+
+        Raises:
+            NotFoundError: ``step`` was given and is not there.
+            LayoutError: Names, shapes or dtypes do not fit; nothing was changed.
+            CorruptionError: There are checkpoints and none of them verifies.
+        """
+        with self._lock:
+            self._usable()
+            self._stager.fence()
+            self._stager.idle()
+            if self._last is not None:
+                self._finish_timeline()
+            repository = self._run.opened(create=False)
+            if repository is None:
+                self._run.looked(None)
+                if step is not None:
+                    message = f"no run at {self.path!r}, so no step {step}"
+                    raise NotFoundError(message, step=step, kind="no-run", hint="check the path with: everystep ls RUN")
+                return None
+            found = restore_newest(
+                repository,
+                self._run.reading(repository),
+                step=step,
+                apply=lambda reader: restore_into(state, reader, strict=strict, include=include, cast=cast),
+                notice=_log.warning,
+            )
+            if found is None:
+                self._run.looked(None)
+                return None
+            self.restored_from, self.last_restore = found
+            self._run.looked(self.restored_from.key)
+            return self.restored_from.key.step
+
+    def steps(self) -> list[int]:
+        """Steps that can be restored now, in memory or on disk, in rising order."""
+        with self._lock:
+            self._usable()
+            return sorted({candidate.key.step for candidate in self._run.restorable()})
+
+    def latest(self) -> int | None:
+        """The newest step that can be restored, or None."""
+        with self._lock:
+            self._usable()
+            candidates = self._run.restorable()
+            return candidates[0].key.step if candidates else None
+
+    # -- ending --------------------------------------------------------------------------------------------------------------
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the newest snapshot is committed to disk.
+
+        Raises:
+            CheckpointError: It could not be made durable.
+        """
+        with self._lock:
+            self._usable()
+            self._stager.fence()
+            self._stager.idle()
+            self._drain(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Make the newest snapshot durable, let the agent go, and end. Idempotent.
+
+        Raises:
+            CheckpointError: The newest snapshot is not durable, and why.
+        """
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            try:
+                self._stager.fence()
+                self._stager.idle()
+                if self._run.conflict is None:
+                    self._drain(timeout_s)
+            finally:
+                self._closed = True
+                _open.discard(self)
+                self._hook.remove()
+                self._stager.close()
+                self._run.close()
+                self._views.clear()
+                self._plans.clear()
+
+    def __enter__(self) -> Checkpointer:  # noqa: PYI034 (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if kind is None:
+                raise
+            # The body's own error is the one to see; this one must not hide it.
+            _log.error("%s", failed)
+
+    def _drain(self, timeout_s: float | None) -> None:
+        if self._last is None:
+            return
+        client = self._run.client
+        if client is not None and client.alive:
+            drained = client.drain(timeout_s=3600.0 if timeout_s is None else timeout_s)
+            if not drained.complete:
+                message = f"the newest snapshot (step {self._last_step}) is not on disk: {drained.error or 'the time was up'}"
+                newest = drained.newest_durable_step
+                hint = "nothing of this attempt is on disk" if newest is None else f"step {newest} is the newest on disk"
+                raise AgentError(message, step=self._last_step, kind="not-durable", hint=hint)
+        # What came before the failed one is safe by now; that the newest is not has to be said.
+        if self._last.error is not None:
+            raise self._last.error
+
+    def _finish_timeline(self) -> None:
+        """A restore in the middle of an attempt: what was saved becomes durable, and the next save starts a new attempt."""
+        self._drain(None)
+        self._run.new_timeline()
+        self._last = self._last_step = self._last_bound_at = None
+
+    # -- outcomes --------------------------------------------------------------------------------------------------------------
+    def _on_event(self, event: messages.Event) -> None:
+        pending = self._pending.get(event.step)
+        if event.what == "committed":
+            self._in_a_row = 0
+            _log.info("step %d saved to disk in %.2f s", event.step, event.timings_s.get("total", 0.0))
+            self._settle(pending, "disk", event)
+        elif event.what == "superseded":
+            self._settle(pending, "superseded", event)
+        elif event.what == "failed" and event.failed is not None:
+            failed = event.failed
+            error = rebuild(failed.name, failed.message, failed.step, None, failed.key, failed.kind, failed.hint, failed.errno)
+            if isinstance(error, ConflictError):
+                self._run.conflict = error
+            self._fail(pending or Pending(event.step), error)
+
+    def _settle(self, pending: Pending | None, outcome: str, event: messages.Event) -> None:
+        if pending is not None:
+            pending._advance(outcome, timings_s=event.timings_s)
+            self._pending.pop(event.step, None)
+
+    def _on_lost(self) -> None:
+        in_a_row = self._in_a_row
+        for step, pending in list(self._pending.items()):
+            if not pending.done():
+                error = AgentError(
+                    f"the agent of {self.path!r} ended before step {step} was on disk", step=step, kind="agent-lost", hint="the next save starts a new one"
+                )
+                self._fail(pending, error)
+        self._pending.clear()
+        # However many saves were under way, one thing has failed.
+        self._in_a_row = min(self._in_a_row, in_a_row + 1)
+
+    def _fail(self, pending: Pending, error: CheckpointError) -> None:
+        self.failures.append(error)
+        del self.failures[:-100]
+        self._in_a_row += 1
+        _log.error("save of step %d failed: %s", pending.step, error)
+        pending._advance("failed", reason=str(error), error=error)
+        self._pending.pop(pending.step, None)
+        self._last = pending if self._last is None or self._last.step <= pending.step else self._last
+
+    def _raise_if_failing(self) -> None:
+        if self._in_a_row and self._in_a_row >= max(self.max_failures, 1):
+            self._in_a_row = 0
+            raise self.failures[-1]
+
+    def _give_back(self, client: AgentClient, slab: Slab) -> None:
+        try:
+            client.give_back(slab)
+        except AgentError as error:
+            # The connection is gone, and with it the lease.
+            _log.debug("lease not given back: %s", error)
+
+    def _notice_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s", text)
+
+    def _usable(self) -> None:
+        if self._closed:
+            message = f"the checkpointer of {self.path!r} is closed"
+            raise ConfigError(message, kind="closed", hint="make a new Checkpointer")
+        if os.getpid() != self._pid:
+            message = f"the checkpointer of {self.path!r} was made in process {self._pid} and is used in its fork {os.getpid()}"
+            raise ConfigError(message, kind="forked", hint="save in the process that made it")
+
+    def _fence(self) -> None:
+        if os.getpid() == self._pid:
+            self._stager.fence()
+
+
+def load(path: str | os.PathLike[str], *, step: int | None = None, include: Sequence[str] | None = None) -> dict[str, Any]:
+    """A checkpoint's tensors and plain values without a model: nested dicts, modules as ``{name: tensor}``.
+
+    Args:
+        path: The run's folder or URL.
+        step: Which checkpoint; None: the newest that verifies, in memory or on disk.
+        include: Patterns of full names to take (``"model.*"``).
+
+    Raises:
+        NotFoundError: No run, no checkpoint, or not this step.
+        CorruptionError: None of the checkpoints verifies.
+    """
+    repository = Repository.open(_as_url(path))
+    client: AgentClient | None = None
+    try:
+        client = AgentClient.connect(run_url=repository.store.url, run_id=repository.run_id, role="visitor", spawn=False)
+    except (NotFoundError, AgentError):
+        client = None  # no agent holds anything of this run here: the disk has it all
+    try:
+        taken: dict[str, Any] = {}
+
+        def apply(reader: Any) -> RestoreReport:
+            taken.update(load_state(reader, include=include))
+            return RestoreReport(restored=(), missing=(), unexpected=())
+
+        if restore_newest(repository, client, step=step, apply=apply, notice=_log.warning) is None:
+            message = f"run {repository.store.url!r} has no checkpoint yet"
+            raise NotFoundError(message, kind="no-checkpoint", hint="see everystep ls RUN")
+        return taken
+    finally:
+        if client is not None:
+            client.close()
+
+
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for checkpointer in list(_open):
+        try:
+            checkpointer.close()
+        except CheckpointError as error:
+            _log.error("%s", error)
+
+
+atexit.register(_close_all)
+
+
+def _fence_hook(owner: weakref.ref[Checkpointer]) -> Any:
+    """A step pre-hook for every optimizer of the process; holds no checkpointer alive."""
+
+    def hook(*_: object) -> None:
+        checkpointer = owner()
+        if checkpointer is not None:
+            checkpointer._fence()
+
+    return hook
+
+
+def _as_url(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return text if "://" in text else str(Path(text).expanduser().absolute())
+
+
+def _checked_step(step: int) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        message = f"step is {step!r}, a {type(step).__name__}"
+        raise ConfigError(message, kind="step", hint="pass the training step as an int >= 0")
+    number = int(step.__index__())
+    if number < 0:
+        message = f"step is {number}"
+        raise ConfigError(message, kind="step", hint="pass the training step as an int >= 0")
+    return number
+

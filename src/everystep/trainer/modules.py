@@ -1,0 +1,218 @@
+"""Modules: what their tensors are called without wrappers, and where each one is, so that a second look is cheap."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from everystep.errors import StateError
+from everystep.trainer.tensors import Found
+
+_STATE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_EXTRA = "_extra_state"
+
+
+def unwrap(module: nn.Module) -> tuple[nn.Module, str]:
+    """The module inside wrappers that only add a prefix to names, and that prefix: data parallel, torch.compile, activation checkpointing."""
+    prefix = ""
+    while True:
+        name = _wrapped_name(module)
+        if name is None:
+            return module, prefix
+        inner = module._modules[name]
+        if inner is None:
+            return module, prefix
+        module, prefix = inner, f"{prefix}{name}."
+
+
+def _wrapped_name(module: nn.Module) -> str | None:
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    # Where these were not imported, no instance of them can exist.
+    for home, cls, name in (
+        ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+    ):
+        kind = getattr(sys.modules.get(home), cls, None)
+        if kind is not None and isinstance(module, kind):
+            return name
+    return None
+
+
+_plain_classes: dict[type[nn.Module], bool] = {}
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its tensors are those in its dictionaries: nothing that makes or takes its state dict is overridden or hooked.
+
+    torch's own overrides (batch norm's counter of old versions and the like) change nothing about the present names and tensors.
+    """
+    cls = type(module)
+    plain = _plain_classes.get(cls)
+    if plain is None:
+        methods = [getattr(cls, name) for name in _STATE_METHODS]
+        plain = _plain_classes[cls] = all(
+            method is getattr(nn.Module, name) or method.__module__.startswith("torch.nn.modules.")
+            for name, method in zip(_STATE_METHODS, methods, strict=True)
+        ) and not cls.__module__.startswith("torch.ao.")
+    own = module.__dict__
+    return plain and not any(own[hooks] for hooks in _HOOKS if hooks in own) and not any(name in own for name in _STATE_METHODS)
+
+
+class ModuleEntries:
+    """One module of the state: its tensors by name and where they are.
+
+    ``static`` are the tensors found in the modules' dictionaries. Modules that make their own state dict have none there: theirs are asked
+    for anew each time (``by_method``). ``extras`` are the ``_extra_state`` of modules.
+    """
+
+    def __init__(self, module: nn.Module, keys: tuple[object, ...], path: str) -> None:
+        self.given = module
+        self.root, _ = unwrap(module)
+        self.keys = keys
+        self.path = path
+        self.static: list[Found] = []
+        self.extras: list[tuple[str, nn.Module]] = []
+        self.by_method = False
+        self._prefixes: list[tuple[str, str]] = []
+        self._visited: list[nn.Module] = []
+        self._walk(module, "", "")
+        if self.by_method:
+            self.static, self.extras = [], []
+        dicts: list[dict[str, Any]] = []
+        for one in self._visited:
+            dicts += (one._parameters, one._buffers, one._modules)
+        self._dicts = dicts
+        self._filled = [one for one in dicts if one]
+        self._seen = self._look()
+
+    def _walk(self, module: nn.Module, raw: str, clean: str) -> None:
+        inner, wrapping = unwrap(module)
+        at = module
+        while at is not inner:
+            self._visited.append(at)
+            at = at._modules[_wrapped_name(at) or ""]  # type: ignore[assignment]
+        if wrapping:
+            self._prefixes.append((raw + wrapping, clean))
+            raw += wrapping
+        self._visited.append(inner)
+        cls = type(inner)
+        if any(base.__name__ == "FullyShardedDataParallel" for base in cls.__mro__):
+            raise StateError(f"module {clean or self.path!r} is sharded by FSDP, which is not supported by this version yet", key=self.path, kind="sharded",
+                             hint="save from a model that is whole in one process")  # fmt: skip
+        if not _is_plain(inner):
+            self.by_method = True
+        for name, parameter in inner._parameters.items():
+            if parameter is not None:
+                self.static.append(self._found(clean + name, parameter, late=True))
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and name not in inner._non_persistent_buffers_set:
+                self.static.append(self._found(clean + name, buffer, late=False))
+        if cls.get_extra_state is not nn.Module.get_extra_state:
+            self.extras.append((clean + _EXTRA, inner))
+        for name, child in inner._modules.items():
+            if child is not None:
+                self._walk(child, f"{raw}{name}.", f"{clean}{name}.")
+
+    def _found(self, name: str, tensor: torch.Tensor, *, late: bool) -> Found:
+        return Found(f"{self.path}.{name}", tensor, late, (*self.keys, name))
+
+    def _look(self) -> tuple[list[int], list[int], list[str]]:
+        filled = self._filled
+        return list(map(id, chain.from_iterable(map(dict.values, filled)))), list(map(len, self._dicts)), list(chain.from_iterable(filled))
+
+    def unchanged(self) -> bool:
+        """Whether every parameter, buffer and submodule is the object it was, under the name it had."""
+        return self._look() == self._seen
+
+    def called(self, raw: str) -> str:
+        """The name without wrappers of a key of ``root.state_dict()``."""
+        outer = unwrap(self.given)[1]
+        best, clean = "", ""
+        for prefix, replacement in self._prefixes:
+            prefix = prefix.removeprefix(outer)  # noqa: PLW2901 (the root's own wrappers are not in its keys)
+            if raw.startswith(prefix) and len(prefix) > len(best):
+                best, clean = prefix, replacement
+        return clean + raw[len(best) :]
+
+    def state(self) -> dict[str, tuple[str, Any]]:
+        """For a module that makes its own: name without wrappers -> (its key in ``root.state_dict``, value)."""
+        with torch.no_grad():
+            given: Mapping[str, Any] = self.root.state_dict(keep_vars=True)
+        named: dict[str, tuple[str, Any]] = {}
+        for key, value in given.items():
+            name = self.called(key)
+            if name in named:
+                raise StateError(f"module {self.path!r}: entries {named[name][0]!r} and {key!r} of its state_dict have the same name", key=self.path, kind="names",
+                                 hint="rename one of them")  # fmt: skip
+            named[name] = key, value
+        return named
+
+    def dynamic(self) -> tuple[list[Found], list[tuple[str, object]]]:
+        """What has to be asked for each time: tensors, and named values (extra states and other entries that are no tensors)."""
+        if not self.by_method:
+            return self._split((name, owner.get_extra_state()) for name, owner in self.extras)
+        parameters = set(map(id, self.root.parameters()))
+        return self._split(((name, value) for name, (_, value) in self.state().items()), lambda tensor: id(tensor) in parameters)
+
+    def _split(
+        self, entries: Iterator[tuple[str, Any]], is_late: Callable[[torch.Tensor], bool] = lambda _: False
+    ) -> tuple[list[Found], list[tuple[str, object]]]:
+        tensors: list[Found] = []
+        values: list[tuple[str, object]] = []
+        for name, value in entries:
+            if isinstance(value, torch.Tensor):
+                tensors.append(self._found(name, value, late=is_late(value)))
+            else:
+                values.append((name, value))
+        return tensors, values
+
+    def owned(self) -> Sequence[torch.Tensor]:
+        """All parameters and buffers."""
+        return [*self.root.parameters(), *self.root.buffers()]
+
+
+_BLOCK = 512
+_pointer = torch.Tensor.data_ptr
+_nbytes = operator.attrgetter("nbytes")
+_shape = operator.attrgetter("shape")
+
+
+class Storages:
+    """Where the memory of tensors is, to notice ``.data = other``: addresses, and the sizes and (from two dimensions on) shapes of modules' tensors.
+
+    Looked at without torch's dispatch to subclasses, which makes this two times as fast for parameters; there are only plain tensors here.
+    """
+
+    def __init__(self, in_modules: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        self.tensors = [*in_modules, *others]
+        # In blocks: what the first look brings into the processor's cache is there for the second and third.
+        self._blocks = []
+        for begin in range(0, len(self.tensors), _BLOCK):
+            block = self.tensors[begin : begin + _BLOCK]
+            of_modules = block[: max(0, len(in_modules) - begin)]
+            self._blocks.append((block, of_modules, [one for one in of_modules if one.dim() > 1]))
+        self._seen = self._look()
+
+    def _look(self) -> list[tuple[list[int], list[int], list[Any]]]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(list(map(_pointer, block)), list(map(_nbytes, sized)), list(map(_shape, shaped))) for block, sized, shaped in self._blocks]
+
+    def unchanged(self) -> bool:
+        """Whether every tensor has the memory it had."""
+        return self._look() == self._seen
+
+    def moved(self) -> set[int]:
+        """Identities of the tensors that have not."""
+        moved = set()
+        for block, now, seen in zip(self._blocks, self._look(), self._seen, strict=True):
+            for tensors, after, before in zip(block, now, seen, strict=True):
+                moved.update(id(tensor) for tensor, a, b in zip(tensors, after, before, strict=True) if a != b)
+        return moved

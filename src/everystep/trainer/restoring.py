@@ -1,0 +1,231 @@
+"""One restore while it is planned: what is to be filled and done, and what speaks against it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from everystep import values
+from everystep.errors import CorruptionError, LayoutError, StateError
+from everystep.manifest import TensorSpec
+from everystep.trainer.tensors import DTYPES, WORDS, fresh, identity, overlaps_itself, tell, untell, word_of
+
+_CAST_NBYTES = 256 << 20
+_LISTED = 10
+
+
+class TensorReader(Protocol):
+    """A checkpoint being read, from memory or a store."""
+
+    tensors: Mapping[str, TensorSpec]
+    """By full name, tied names included; a tied name has the spec (and so the name) of the tensor that is stored."""
+    values: bytes
+    step: int
+
+    def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Fill each tensor (same shape and dtype as stored, any strides, any device) with the verified bytes of that name, in place."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did."""
+
+    restored: Sequence[str]
+    """Full names of tensors, and paths of objects and plain values."""
+    missing: Sequence[str]
+    """Wanted by the state, not in the checkpoint (strict=False)."""
+    unexpected: Sequence[str]
+    """In the checkpoint, not wanted by the state (strict=False or include)."""
+
+
+class Phase(enum.IntEnum):
+    """When something is done that is not filling tensors."""
+
+    MODULES = 0
+    OPTIMIZERS = 1
+    DATA = 2
+    STATEFUL = 3
+    RNG = 4
+
+
+class Restore:
+    """One restore while it is planned: what is to be filled and done, and what speaks against it."""
+
+    def __init__(self, reader: TensorReader, *, strict: bool, include: Sequence[str] | None, cast: bool, on_cpu: bool = False) -> None:
+        self.reader = reader
+        self.on_cpu = on_cpu
+        self.strict = strict
+        self.cast = cast
+        self._include = None if include is None else [include] if isinstance(include, str) else list(include)
+        self._matched: set[str] = set()
+        self._filled: dict[object, str] = {}
+        self.claimed: set[str] = set()
+        self.restored: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.unfit: list[str] = []
+        self._wanted: list[tuple[str, torch.Tensor]] = []
+        self._casts: list[tuple[str, torch.Tensor]] = []
+        self._later: list[tuple[Phase, Callable[[], object]]] = []
+
+    # -- what nodes say ---------------------------------------------------------------------------------------------------
+
+    def wants(self, name: str) -> bool:
+        """Whether ``include`` asks for a full name or path."""
+        if self._include is None:
+            return True
+        hits = [pattern for pattern in self._include if fnmatch.fnmatchcase(name, pattern)]
+        self._matched.update(hits)
+        return bool(hits)
+
+    def wants_whole(self, path: str) -> bool:
+        """The same for an object that is restored as one: ``sched`` and ``sched.*`` both ask for it."""
+        return self.wants(path) or self.wants(path + ".")
+
+    def refuse(self, why: str) -> None:
+        """Something does not fit; all such things are told together."""
+        self.unfit.append(why)
+
+    def fill(self, name: str, target: torch.Tensor, *, into: str | None = None) -> None:
+        """Tensor ``name`` of the checkpoint goes into ``target``; ``into`` is what the state calls it."""
+        spec = self.reader.tensors[name]
+        into = into or name
+        self.claimed.add(name)
+        try:
+            word = word_of(target, into)
+        except StateError as error:
+            self.refuse(error.message if target.device.type != "meta" else f"tensor {into!r} is on the meta device; call to_empty(device=...) on its module first")
+            return
+        if tuple(target.shape) != spec.shape:
+            self.refuse(f"{into!r} has shape {list(spec.shape)} in the checkpoint, {list(target.shape)} in the state")
+        elif word != spec.dtype and not self.cast:
+            self.refuse(f"{into!r} is {spec.dtype} in the checkpoint, {word} in the state (cast=True converts)")
+        elif overlaps_itself(target):
+            self.refuse(f"{into!r} is an expanded tensor in the state: several elements are one memory cell")
+        else:
+            key = identity(target)
+            stored = self._filled.get(key)
+            if stored is None:
+                self._filled[key] = spec.name
+                (self._wanted if word == spec.dtype else self._casts).append((name, target.detach()))
+            elif stored != spec.name and self.strict:
+                self.refuse(f"{into!r} is one tensor with another in the state, but the checkpoint has two: {stored!r} and {spec.name!r}")
+            self.restored.append(into)
+
+    def make(self, name: str, like: torch.Tensor | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor that tensor ``name`` goes into; laid out as ``like`` where the shapes are equal."""
+        spec = self.reader.tensors[name]
+        if like is not None and tuple(like.shape) == spec.shape:
+            target = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+        else:
+            target = torch.empty(spec.shape, dtype=dtype, device=device)
+        self.claimed.add(name)
+        (self._wanted if WORDS[dtype] == spec.dtype else self._casts).append((name, target))
+        self.restored.append(name)
+        return target
+
+    def later(self, phase: Phase, action: Callable[[], object]) -> None:
+        """Do something when the bytes are there."""
+        self._later.append((phase, action))
+
+    def decode(self, told: object, *, make: Callable[[values.Ref], object] | None = None) -> Any:
+        """A value of the document, with fresh tensors that will be filled (those that ``make`` gives, where given)."""
+        return values.decode(msgspec.json.encode(told), resolve=make or self._fresh, tagged=untell)
+
+    def materialise(self, tree: Any) -> Any:
+        """A tree with ``Ref`` in it, with fresh tensors that will be filled."""
+        told = values.encode(tree, convert=_keep)
+        return values.decode(told, resolve=self._fresh, tagged=untell)
+
+
+    def _fresh(self, ref: values.Ref) -> object:
+        spec = self.reader.tensors.get(ref.name)
+        if spec is None:
+            raise CorruptionError(f"the checkpoint's values refer to tensor {ref.name!r}, which it does not hold", key=ref.name, kind="values",
+                                  hint="take another copy or an older step")  # fmt: skip
+        value, tensor = fresh(values.Ref(ref.name, ref.kind.partition("@")[0]) if self.on_cpu else ref, spec)
+        self.claimed.add(ref.name)
+        self._wanted.append((ref.name, tensor))
+        return value
+
+    # -- the end ----------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise LayoutError when something speaks against it; nothing has been changed yet."""
+        unclaimed = [name for name in self.reader.tensors if name not in self.claimed]
+        unexpected = [*self.unexpected, *unclaimed]
+        asked = [name for name in unexpected if self.wants(name)]
+        if self.strict and (self.missing or asked):
+            sides = []
+            if self.missing:
+                sides.append(f"not in the checkpoint: {_listed(self.missing)}")
+            if asked:
+                sides.append(f"not in the state: {_listed(asked)}")
+            raise LayoutError(f"step {self.reader.step} does not fit the state; {'; '.join(sides)}", step=self.reader.step, kind="names",
+                              key=(self.missing or asked)[0], hint="restore with strict=False, or choose names with include=[...]")  # fmt: skip
+        if self.unfit:
+            raise LayoutError(f"step {self.reader.step} does not fit the state; {_listed(self.unfit, quote=False)}", step=self.reader.step, kind="layout")
+        if self.strict and self._include is not None:
+            idle = [pattern for pattern in self._include if pattern not in self._matched]
+            if idle:
+                raise LayoutError(f"include pattern {idle[0]!r} matches nothing in step {self.reader.step} or the state", step=self.reader.step, kind="include",
+                                  hint="patterns are matched with full names, such as 'model.*'")  # fmt: skip
+        self.unexpected = unexpected
+
+    def run(self) -> None:
+        """Fill, then do what comes later."""
+        with torch.no_grad():
+            if self._wanted:
+                self.reader.read(self._wanted)
+            for batch in _batches(self._casts, self.reader):
+                temporary = [(name, torch.empty(self.reader.tensors[name].shape, dtype=DTYPES[self.reader.tensors[name].dtype])) for name, _ in batch]
+                self.reader.read(temporary)
+                for (_, target), (_, stored) in zip(batch, temporary, strict=True):
+                    target.copy_(stored)
+        for _, action in sorted(self._later, key=lambda pair: pair[0]):
+            action()
+
+    def report(self) -> RestoreReport:
+        """What was done."""
+        return RestoreReport(tuple(dict.fromkeys(self.restored)), tuple(self.missing), tuple(dict.fromkeys(self.unexpected)))
+
+
+def _keep(value: object, path: str) -> object | None:
+    return value if isinstance(value, (values.Ref, values.Tagged)) else tell(value)
+
+
+def _listed(names: Sequence[str], *, quote: bool = True) -> str:
+    shown = ", ".join(repr(name) if quote else name for name in names[:_LISTED])
+    return shown + (f" and {len(names) - _LISTED} more ({len(names)} in all)" if len(names) > _LISTED else "")
+
+
+def told_refs(told: object) -> list[str]:
+    """The names of the tensors in a value of the document."""
+    return [ref.name for ref in values.refs(msgspec.json.encode(told))]
+
+
+def as_refs(told: object) -> Any:
+    """A value of the document with a ``Ref`` in the place of each tensor."""
+    return values.decode(msgspec.json.encode(told), tagged=untell)
+
+
+def _batches(wanted: Sequence[tuple[str, torch.Tensor]], reader: TensorReader) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    batch: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, target in wanted:
+        spec = reader.tensors[name]
+        nbytes = target.numel() * DTYPES[spec.dtype].itemsize
+        if batch and size + nbytes > _CAST_NBYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append((name, target))
+        size += nbytes
+    if batch:
+        yield batch

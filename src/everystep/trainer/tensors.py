@@ -1,0 +1,186 @@
+"""What counts as a tensor that can be stored, its dtype word, and values that only torch and numpy know."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.nn.parameter import UninitializedTensorMixin
+
+from everystep.errors import StateError
+from everystep.manifest import TensorSpec
+from everystep.values import Ref, Tagged
+
+WORDS: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+"""torch dtype -> safetensors dtype word."""
+DTYPES: Mapping[str, torch.dtype] = {word: dtype for dtype, word in WORDS.items()}
+"""safetensors dtype word -> torch dtype."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Found(NamedTuple):
+    """A tensor met on the walk. ``keys`` is the way to it, for messages; ``late`` as in ``Leaf``."""
+
+    name: str
+    tensor: torch.Tensor
+    late: bool
+    keys: tuple[object, ...]
+
+
+def way(keys: tuple[object, ...]) -> str:
+    """The way to an entry as one would write it: ``state['a']['b.c'][0]``."""
+    return "state" + "".join(f"[{key!r:.80}]" for key in keys)
+
+
+def dotted(keys: tuple[object, ...]) -> str:
+    """The name of an entry: its keys joined with dots."""
+    return ".".join(map(str, keys))
+
+
+def refused(name: str, why: str, hint: str) -> StateError:
+    """The StateError about one tensor."""
+    return StateError(f"tensor {name!r} {why}", key=name, kind="tensor", hint=hint)
+
+
+def word_of(tensor: torch.Tensor, name: str) -> str:
+    """The dtype word of a tensor that can be stored.
+
+    Raises:
+        StateError: Sparse, meta, nested, quantized, sharded, not yet initialised, a tensor subclass, or a dtype safetensors cannot hold.
+    """
+    kind = type(tensor)
+    if kind not in _PLAIN:
+        _check_kind(tensor, kind, name)
+    if tensor.is_nested:
+        raise refused(name, "is a nested tensor, which cannot be stored", "store its values and offsets as two tensors")
+    if tensor.layout is not torch.strided:
+        raise refused(name, f"is sparse ({tensor.layout}), which cannot be stored", "store its indices and values, or to_dense() of it")
+    if tensor.device.type == "meta":
+        raise refused(name, "is on the meta device: it has no data", "materialise the module with to_empty and restore or initialise it first")
+    if tensor.is_quantized:
+        raise refused(name, f"is quantized ({tensor.dtype}), which cannot be stored", "store int_repr() with its scale and zero point")
+    word = WORDS.get(tensor.dtype)
+    if word is None:
+        raise refused(name, f"has dtype {tensor.dtype}, which safetensors files cannot hold", "view it as a dtype they hold, for example with torch.view_as_real")
+    return word
+
+
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    """Tensors and parameters, and subclasses of parameters that change nothing about the data. (``isinstance`` tells parameters by a flag, not by class.)"""
+    if kind in _PLAIN:
+        return True
+    known = torch.nn.Parameter in kind.__mro__ or torch.nn.Buffer in kind.__mro__
+    return known and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not issubclass(kind, UninitializedTensorMixin)
+
+
+def _check_kind(tensor: torch.Tensor, kind: type[torch.Tensor], name: str) -> None:
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise refused(name, "belongs to a lazy module that has not seen its first input", "run one forward pass before saving or restoring")
+    if any(cls.__name__ in {"DTensor", "ShardedTensor"} for cls in kind.__mro__):
+        raise refused(name, "is sharded, and sharded tensors are not supported by this version yet", "save from a model that is whole in one process")
+    if not _is_plain(kind):
+        raise refused(name, f"is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that would come back as something else", "store the plain tensors in it")
+
+
+def spec_of(found: Found) -> TensorSpec:
+    """Name, dtype word, shape and group of a tensor found on the walk; StateError when it cannot be stored."""
+    return TensorSpec(found.name, word_of(found.tensor, found.name), tuple(found.tensor.shape), str(found.keys[0]))
+
+
+def identity(tensor: torch.Tensor) -> object:
+    """Equal for tensors that are one and the same memory seen in the same way (tied), while both are alive."""
+    if not _is_plain(type(tensor)) or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements may be one memory cell (an expanded tensor): it cannot be filled in place."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def array_tensor(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    """A tensor over the array's memory (over a copy where torch cannot share it). StateError for dtypes that cannot be stored."""
+    if type(array) is not np.ndarray:
+        raise refused(name, f"is a {type(array).__module__}.{type(array).__qualname__}, which would come back as a plain array", "store numpy.asarray of it")
+    if not array.dtype.isnative or array.dtype.kind not in "biufc":
+        raise refused(name, f"is a numpy array of dtype {array.dtype.str!r}, which cannot be stored", "convert it to a native numeric dtype")
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = array.copy()
+    # numpy has two names for each 64-bit integer; torch knows one.
+    array = array.view(np.dtype(array.dtype.str))
+    try:
+        with warnings.catch_warnings():
+            # Only read from: an array that is write-protected is fine.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(array)
+    except TypeError:
+        raise refused(name, f"is a numpy array of dtype {array.dtype.name!r}, which cannot be stored", "convert it to a numeric dtype") from None
+
+
+def tell(value: object) -> Tagged | None:
+    """Values of torch and numpy that are not data, as tagged plain values; None for anything else."""
+    if isinstance(value, torch.dtype):
+        return Tagged("torch.dtype", str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return Tagged("torch.device", str(value))
+    if isinstance(value, torch.Size):
+        return Tagged("torch.Size", list(value))
+    if isinstance(value, torch.memory_format):
+        return Tagged("torch.memory_format", str(value).removeprefix("torch."))
+    if isinstance(value, torch.layout):
+        return Tagged("torch.layout", str(value).removeprefix("torch."))
+    if isinstance(value, np.dtype) and not value.hasobject and value.names is None:
+        return Tagged("numpy.dtype", value.str)
+    return None
+
+
+_TORCH_WORDS = {"torch.dtype": torch.dtype, "torch.memory_format": torch.memory_format, "torch.layout": torch.layout}
+
+
+def untell(tag: str, payload: object) -> object:
+    """The value that ``tell`` tagged; a ``Tagged`` of an unknown tag is left as it is."""
+    if tag in _TORCH_WORDS:
+        found = vars(torch).get(str(payload))
+        if isinstance(found, _TORCH_WORDS[tag]):
+            return found
+    if tag == "torch.device":
+        return torch.device(str(payload))
+    if tag == "torch.Size":
+        return torch.Size(cast("list[int]", payload))
+    if tag == "numpy.dtype":
+        return np.dtype(str(payload))
+    return Tagged(tag, payload)
+
+
+def ref_kind(value: object) -> str:
+    """What a ``Ref`` says of the tensor or array in its place: ``numpy``, ``tensor`` (on the CPU) or ``tensor@cuda``."""
+    if isinstance(value, torch.Tensor):
+        return "tensor" if value.device.type == "cpu" else f"tensor@{value.device.type}"
+    return "numpy"
+
+
+def device_of(kind: str) -> torch.device:
+    """Where a fresh tensor for a ``Ref`` of this kind goes: the saved type of device where this machine has one, else the CPU."""
+    if kind == "tensor@cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def fresh(ref: Ref, spec: TensorSpec) -> tuple[object, torch.Tensor]:
+    """A new tensor (or array) for a reference, and the tensor that fills it."""
+    tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=device_of(ref.kind))
+    if ref.kind == "numpy":
+        return tensor.numpy(), tensor
+    return tensor, tensor
