@@ -1,0 +1,132 @@
+"""The values and small records of a run, and the names they lie under."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from everystep.errors import ConfigError, CorruptionError
+
+_KEY = re.compile(r"([0-9]{12,})-([0-9]{4,})")
+UNREADABLE = (CorruptionError, ConfigError)
+"""What ``decode`` raises: damaged, or of a newer format. One such record must not keep the others from being used."""
+
+
+class CheckpointKey(msgspec.Struct, frozen=True, order=True):
+    """Names one checkpoint; ``str(key)`` is ``"000000000150-0002"`` (step, attempt)."""
+
+    step: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.step:012d}-{self.attempt:04d}"
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointKey:
+        """The key in ``text``; ValueError when it is none."""
+        found = _KEY.fullmatch(text)
+        key = cls(int(found[1]), int(found[2])) if found else None
+        if key is None or str(key) != text:
+            raise ValueError(f"{text!r} is not a checkpoint key, such as '000000000150-0002'")
+        return key
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One life of the run, as recorded in ``attempts/<n>.json``."""
+
+    attempt: int
+    parent_attempt: int | None = None
+    parent_step: int | None = None
+    started_at: float = 0.0
+    world: int = 1
+    nodes: int = 1
+    versions: dict[str, str] = {}
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """A checkpoint that was passed over, and why."""
+
+    key: str
+    reason: str
+
+
+class Swept(msgspec.Struct, frozen=True):
+    """Something that a sweep deletes (or would), why, and how many bytes that frees."""
+
+    key: str
+    reason: str
+    nbytes: int
+    blocked: bool = False
+    """True: it stays; the reason says why."""
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """``run.json``."""
+
+    run_id: str
+
+
+class AliveRecord(msgspec.Struct, frozen=True):
+    """``alive/<attempt>.json``: seconds since the epoch."""
+
+    until: float
+
+
+class VerifiedRecord(msgspec.Struct, frozen=True):
+    """``verified/<key>.json``."""
+
+    good: bool
+    detail: str
+    at: float
+
+
+class MetricsRecord(msgspec.Struct, frozen=True):
+    """``metrics/<key>.json``; see ``manifest.split_metrics``."""
+
+    metrics: dict[str, float]
+    nonfinite: dict[str, str] = {}
+
+
+class ObjectKey(msgspec.Struct, frozen=True, array_like=True):
+    """The first field of a manifest's ``StoredObject``."""
+
+    key: str
+
+
+class References(msgspec.Struct, frozen=True):
+    """The one field of a manifest that a deletion needs: a tenth of the time of reading it all."""
+
+    objects: list[ObjectKey]
+
+
+def age(key: CheckpointKey) -> tuple[int, int]:
+    """Order of time: a later attempt's checkpoints come after everything it was resumed from."""
+    return key.attempt, key.step
+
+
+def within(key: CheckpointKey, limits: Mapping[int, int | None]) -> bool:
+    """Whether a key lies in a lineage: ``limits`` has each attempt's newest step that belongs to it, or None for all."""
+    if key.attempt not in limits:
+        return False
+    limit = limits[key.attempt]
+    return limit is None or key.step <= limit
+
+
+def parsed(text: str) -> CheckpointKey | None:
+    """The key in ``text``, or None."""
+    try:
+        return CheckpointKey.parse(text)
+    except ValueError:
+        return None
+
+
+def manifest_key(key: CheckpointKey) -> str:
+    """Store key of a manifest."""
+    return f"manifests/{key}.json"
+
+
+def part_name(node: int) -> str:
+    """Parts are numbered from 1 in their names, as the data files are; ``Part.node`` counts from 0."""
+    return f"node-{node + 1:05d}.json"

@@ -1,0 +1,107 @@
+"""Reading a checkpoint back and comparing every digest."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+from everystep.errors import CorruptionError, NotFoundError, TransientStoreError
+from everystep.manifest import BLOCK_NBYTES, Manifest, Part, Shard, decode, digest, encode, merge
+from everystep.repository.records import UNREADABLE
+from everystep.store import Store
+from everystep.transfer import Buffers, Transfer
+
+_READ_NBYTES = 8 << 20
+
+Verdict = tuple[str, int, str]
+"""(object key, nbytes found, "" or what is wrong)."""
+
+
+def verify_parts(store: Store, names: Sequence[str], manifest_bytes: bytes) -> Iterator[Verdict]:
+    """Read the parts, one name a node; together they must make exactly the manifest."""
+    parts, sizes = [], {}
+    for name in names:
+        try:
+            data = store.get(name)
+            sizes[name] = len(data)
+            parts.append(decode("part", data, Part, key=name))
+        except NotFoundError:
+            yield name, 0, "it is missing"
+        except (*UNREADABLE, TransientStoreError) as error:
+            yield name, sizes.pop(name, 0), error.message
+    wrong = ""
+    if len(parts) == len(names):
+        try:
+            wrong = "" if encode("manifest", merge(parts)) == manifest_bytes else "it does not agree with the manifest"
+        except CorruptionError as error:
+            wrong = error.message
+    for name, nbytes in sizes.items():
+        yield name, nbytes, wrong
+
+
+def verify_objects(store: Store, manifest: Manifest, *, threads: int) -> Iterator[Verdict]:
+    """Read every data file: its size, its header, each block of each shard."""
+    shards: dict[int, list[Shard]] = {}
+    for shard in manifest.shards:
+        shards.setdefault(shard.object, []).append(shard)
+    with Transfer(threads=threads) as transfer, Buffers(_READ_NBYTES) as buffers:
+        for number, stored in enumerate(manifest.objects):
+            found = 0
+            try:
+                found = store.size(stored.key)
+                wrong = _wrong_size(found, stored.nbytes)
+                wrong = wrong or _wrong_bytes(store, manifest, number, shards.get(number, []), transfer, buffers)
+            except NotFoundError:
+                wrong = "it is missing"
+            except (CorruptionError, TransientStoreError) as error:
+                wrong = error.message
+            yield stored.key, found, wrong
+
+
+def _wrong_size(found: int, expected: int) -> str:
+    if found > expected:
+        return f"{found - expected} unexpected bytes at its end"
+    return f"{expected - found} of {expected} bytes are missing at its end" if found < expected else ""
+
+
+def _wrong_bytes(
+    store: Store, manifest: Manifest, number: int, shards: Sequence[Shard], transfer: Transfer, buffers: Buffers
+) -> str:
+    """What is wrong with a data file of the right size: the first of its header and blocks, in the file's order."""
+    stored = manifest.objects[number]
+    pieces = [(0, stored.header_nbytes, stored.header_digest, "its header")]
+    for shard in shards:
+        what = f"tensor {manifest.tensors[shard.tensor].name!r}"
+        for index, expected in enumerate(shard.digests):
+            begin = index * BLOCK_NBYTES
+            pieces.append((shard.offset + begin, min(BLOCK_NBYTES, shard.nbytes - begin), expected, what))
+    pieces.sort(key=lambda piece: piece[:2])
+
+    def job(run: Sequence[tuple[int, int, str, str]]) -> str:
+        begin, end = run[0][0], max(offset + nbytes for offset, nbytes, _, _ in run)
+        view = buffers.read(store, stored.key, begin, end - begin)
+        try:
+            for offset, nbytes, expected, what in run:
+                with view[offset - begin : offset - begin + nbytes] as block:
+                    if digest(block) != expected:
+                        return f"{what} has wrong bytes in {offset}:{offset + nbytes}"
+        finally:
+            buffers.give_back(view)
+        return ""
+
+    jobs = ((run[-1][0] + run[-1][1] - run[0][0], functools.partial(job, run)) for run in _runs(pieces))
+    with contextlib.closing(transfer.results(jobs)) as results:
+        return next((wrong for wrong in results if wrong), "")
+
+
+def _runs(pieces: Sequence[tuple[int, int, str, str]]) -> Iterator[Sequence[tuple[int, int, str, str]]]:
+    """Neighbouring pieces (sorted by offset) joined into reads of about ``_READ_NBYTES``."""
+    run: list[tuple[int, int, str, str]] = []
+    for piece in pieces:
+        if run and piece[0] + piece[1] - run[0][0] > _READ_NBYTES:
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run

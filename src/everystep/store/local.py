@@ -1,0 +1,607 @@
+"""A store on a path: any mounted POSIX file system.
+
+Theory of operation. An object is written under a temporary name (``.tmp-<random>``) in its own folder, made durable (fsync),
+published under its final name (rename, or link where it must not exist yet), and then the folder is made durable. Only then does
+the call return. A folder that had to be made is made durable in its parent before anything goes into it. So after a power cut there
+is the whole object or none, plus perhaps a temporary file, which is no object. The one truly exclusive operation on every kind of
+mount is ``mkdir``; ``claim`` rests on it alone. ``link`` has had two winners on some FUSE mounts, which is harmless for what
+``create`` is used for: records whose bytes are equal whoever writes them.
+
+Large objects go past the page cache (O_DIRECT) in blocks, several in flight, which is two to six times faster than buffered writing
+and fsync. Where the file system or the buffer does not allow it, the same code writes buffered; what a device refused once is not
+tried on it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from everystep.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    CorruptionError,
+    NotFoundError,
+    PermanentStoreError,
+    StoreError,
+    TransientStoreError,
+)
+from everystep.store.disk import Disk, Entry, RealDisk, address
+
+__all__ = ["TEMPORARY", "LocalStore"]
+
+TEMPORARY = ".tmp-"
+"""Names that begin with this are no objects."""
+
+_PAGE = 4096
+_BLOCK = 8 << 20
+_LARGE = 1 << 20
+_STALE_RETRIES = 3
+_MUTEX_TRIES = 200
+_MUTEX_WAIT_S = 0.01
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+Failures = list[BaseException]
+_Result = TypeVar("_Result")
+
+
+class LocalStore:
+    """Bytes under keys below a folder. See ``everystep.store.Store`` for the contract.
+
+    Args:
+        path: The folder. It and at most one parent are made at the first write; a typing error or a missing mount is not papered over.
+        disk: The system calls; the machine's own by default.
+        writers: Requests in flight during a large write.
+        large_nbytes: From this size on an object is written in blocks past the page cache where that works.
+    """
+
+    def __init__(self, path: str, *, disk: Disk | None = None, writers: int = 2, large_nbytes: int = _LARGE) -> None:
+        self.path = os.path.abspath(path)
+        self.url = self.path
+        self._disk: Disk = RealDisk() if disk is None else disk
+        self._writers = writers
+        self._large_nbytes = large_nbytes
+        self._durable_folders: set[str] = set()
+        self._refuses_direct: set[int] = set()
+        self._refuses_fallocate: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.path!r})"
+
+    # -- writing ---------------------------------------------------------------------------------------
+    def put(self, key: str, data: bytes | memoryview, *, nbytes: int | None = None) -> None:
+        """See ``Store.put``."""
+        self._put(key, data, nbytes, withdraw=True)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """See ``Store.replace``."""
+        self._put(key, data, None, withdraw=False)
+
+    def _put(self, key: str, data: bytes | memoryview, nbytes: int | None, *, withdraw: bool) -> None:
+        view = memoryview(data).cast("B")
+        size = len(view) if nbytes is None else nbytes
+        if not 0 <= size <= len(view):
+            raise ValueError(f"cannot write {size} bytes of a buffer of {len(view)}")
+        path = self._file(key)
+
+        def publish(temporary: str) -> bool:
+            self._disk.rename(temporary, path)
+            return True
+
+        self._do("write", key, lambda: self._write_new(path, view, size, publish, withdraw=withdraw), needed=size)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See ``Store.create``."""
+        path = self._file(key)
+
+        def publish(temporary: str) -> bool:
+            try:
+                self._disk.link(temporary, path)
+            except FileExistsError:
+                self._disk.unlink(temporary)
+                return False
+            except OSError as error:
+                if error.errno not in (*_UNSUPPORTED, errno.EPERM, errno.EMLINK):
+                    raise
+                return self._rename_exclusively(temporary, path)
+            self._disk.unlink(temporary)
+            return True
+
+        view = memoryview(data)
+        return self._do("create", key, lambda: self._write_new(path, view, len(view), publish, withdraw=False), needed=len(view))
+
+    def claim(self, key: str) -> bool:
+        """See ``Store.claim``."""
+        path = self._file(key)
+
+        def make() -> bool:
+            folder = os.path.dirname(path)
+            self._ensure_folder(folder)
+            try:
+                self._disk.mkdir(path)
+                won = True
+            except FileExistsError:
+                won = False
+            self._fsync_folder(folder)  # for the loser too: what it saw must not be undone by a power cut
+            return won
+
+        return self._do("claim", key, make)
+
+    def delete(self, key: str) -> None:
+        """See ``Store.delete``."""
+        path = self._file(key, temporary=True)
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.unlink(path)
+            with contextlib.suppress(FileNotFoundError):  # another may have unlinked it and not come to this yet
+                self._fsync_folder(os.path.dirname(path))
+
+        self._do("delete", key, remove)
+
+    def delete_folder(self, prefix: str) -> int:
+        """See ``Store.delete_folder``."""
+        path = self._folder(prefix)
+        if path == self.path:
+            raise ConfigError("the whole run cannot be deleted through its store", key=prefix)
+
+        def remove() -> int:
+            self._durable_folders = {folder for folder in self._durable_folders if not (folder + "/").startswith(path + "/")}
+            try:
+                freed = self._remove_tree(path)
+                self._fsync_folder(os.path.dirname(path))
+            except FileNotFoundError:
+                return 0
+            return freed
+
+        return self._do("delete", prefix, remove)
+
+    # -- reading -----------------------------------------------------------------------------------------
+    def get(self, key: str) -> bytes:
+        """See ``Store.get``."""
+        path = self._file(key)
+
+        def read() -> bytes:
+            fd = self._disk.open(path, os.O_RDONLY)
+            try:
+                data = bytearray(self._disk.stat(path).nbytes)
+                got = self._read_all(fd, memoryview(data), 0)
+            finally:
+                self._disk.close(fd)
+            return bytes(data[:got])
+
+        return self._do("read", key, read)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        """See ``Store.read_into``."""
+        path, view = self._file(key), view.cast("B")
+        if offset < 0:
+            raise ValueError(f"negative offset {offset}")
+        got = self._do("read", key, lambda: self._read_range(path, offset, view))
+        if got < len(view):
+            raise CorruptionError(
+                f"{key!r} in {self.path!r} ends at byte {offset + got}, but {len(view)} bytes from {offset} were expected",
+                key=key, kind="truncated", hint="restore an older step, or see `everystep verify`",
+            )  # fmt: skip
+
+    def size(self, key: str) -> int:
+        """See ``Store.size``."""
+        path = self._file(key)
+
+        def measure() -> int:
+            found = self._disk.stat(path)
+            if found.is_folder:
+                raise FileNotFoundError(errno.ENOENT, "is a folder")
+            return found.nbytes
+
+        return self._do("read", key, measure)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """See ``Store.list``."""
+        self._folder(prefix)
+        for key, nbytes, _ in self._walk(prefix):
+            if not key.rpartition("/")[2].startswith(TEMPORARY):
+                yield key, nbytes
+
+    def leftovers(self, prefix: str) -> Iterator[tuple[str, int, float]]:
+        """See ``Store.leftovers``."""
+        self._folder(prefix)
+        for found in self._walk(prefix):
+            if found[0].rpartition("/")[2].startswith(TEMPORARY):
+                yield found
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        """See ``Store.folders``."""
+        path = self._folder(prefix)
+        return sorted(e.name for e in self._entries(path, prefix) if e.is_folder and not e.name.startswith(TEMPORARY))
+
+    def free_nbytes(self) -> int | None:
+        """See ``Store.free_nbytes``."""
+        path = self.path
+        while True:
+            try:
+                space = self._disk.statvfs(path)
+            except OSError:
+                if path == os.path.dirname(path):
+                    return None
+                path = os.path.dirname(path)
+                continue
+            return space.free if space.total else None
+
+    # -- keys ------------------------------------------------------------------------------------------------
+    def _file(self, key: str, *, temporary: bool = False) -> str:
+        parts = key.split("/")
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise ConfigError(f"{key!r} is not a key: keys are names joined by single slashes", key=key, kind="bad-key")
+        if not temporary and any(part.startswith(TEMPORARY) for part in parts):
+            raise ConfigError(f"{key!r} is not a key: names that begin with {TEMPORARY!r} are temporary files", key=key, kind="bad-key")
+        return "/".join((self.path.rstrip("/"), *parts))
+
+    def _folder(self, prefix: str) -> str:
+        if prefix and not prefix.endswith("/"):
+            raise ConfigError(f"{prefix!r} is not a folder: folders are empty or end in a slash", key=prefix, kind="bad-key")
+        return self._file(prefix[:-1]) if prefix else self.path
+
+    # -- folders -----------------------------------------------------------------------------------------------
+    def _ensure_folder(self, path: str) -> None:
+        """Make the folder and its parents up to the store's own, each durable in its parent."""
+        if path in self._durable_folders:
+            return
+        if path == self.path:
+            self._ensure_root()
+        else:
+            parent = os.path.dirname(path)
+            self._ensure_folder(parent)
+            self._mkdir(path)
+            self._fsync_folder(parent)  # even when it was there: its maker may not have come to that yet
+        self._durable_folders.add(path)
+
+    def _ensure_root(self) -> None:
+        parent = os.path.dirname(self.path)
+        missing = [path for path in (self.path, parent) if not self._is_there(path)]
+        if len(missing) == 2 and not self._is_there(os.path.dirname(parent)):
+            raise ConfigError(
+                f"cannot make the run {self.path!r}: {os.path.dirname(parent)!r} does not exist",
+                key=self.path, kind="no-parent", hint=f"check the path and its mount, or run: mkdir -p {parent}",
+            )  # fmt: skip
+        for path in reversed(missing):
+            self._mkdir(path)
+        for path in reversed(missing or [self.path]):
+            try:
+                self._fsync_folder(os.path.dirname(path))
+            except OSError as error:
+                # A folder above the run may be closed to us (a mount point in a protected one): its durability is its owner's matter.
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+        self._is_folder_or_raise(self.path)
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._disk.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _mkdir(self, path: str) -> None:
+        try:
+            self._disk.mkdir(path)
+        except FileExistsError:
+            self._is_folder_or_raise(path)
+
+    def _is_folder_or_raise(self, path: str) -> None:
+        if not self._disk.stat(path).is_folder:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+    def _fsync_folder(self, path: str) -> None:
+        fd = self._disk.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._disk.fsync(fd)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:  # some FUSE and SMB mounts know no fsync of folders
+                raise
+        finally:
+            self._disk.close(fd)
+
+    def _entries(self, path: str, prefix: str) -> Sequence[Entry]:
+        def scan() -> Sequence[Entry]:
+            try:
+                return self._disk.scandir(path)
+            except FileNotFoundError:
+                return []
+
+        return self._do("list", prefix, scan)
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, int, float]]:
+        """(key, nbytes, modified at) of every file below, sorted by key. One that vanishes meanwhile is left out."""
+        entries = self._entries(self._folder(prefix), prefix)
+        for entry in sorted(entries, key=lambda e: e.name + "/" if e.is_folder else e.name):
+            key = prefix + entry.name
+            if entry.is_folder:
+                if not entry.name.startswith(TEMPORARY):
+                    yield from self._walk(key + "/")
+            elif entry.is_file:
+                try:
+                    found = self._do("list", key, lambda key=key: self._disk.stat(self._file(key, temporary=True)))  # type: ignore[misc]
+                except NotFoundError:
+                    continue
+                yield key, found.nbytes, found.modified_at
+
+    def _remove_tree(self, path: str) -> int:
+        freed = 0
+        for last in (False, False, True):  # again when somebody adds files meanwhile
+            for entry in self._disk.scandir(path):
+                below = f"{path}/{entry.name}"
+                if entry.is_folder:
+                    freed += self._remove_tree(below)
+                    continue
+                try:
+                    nbytes = self._disk.stat(below).nbytes if entry.is_file else 0
+                    self._disk.unlink(below)
+                except FileNotFoundError:
+                    continue
+                freed += nbytes
+            try:
+                self._disk.rmdir(path)
+                break
+            except OSError as error:
+                if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        return freed
+
+    # -- one new file ----------------------------------------------------------------------------------------------
+    def _write_new(self, path: str, view: memoryview, nbytes: int, publish: Callable[[str], bool], *, withdraw: bool) -> bool:
+        folder = os.path.dirname(path)
+        try:
+            self._ensure_folder(folder)
+            device = self._disk.stat(folder).device
+        except FileNotFoundError:  # somebody deleted the folder behind our back
+            self._durable_folders.clear()
+            self._ensure_folder(folder)
+            device = self._disk.stat(folder).device
+        temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        published = False
+        try:
+            self._write_temporary(temporary, view, nbytes, device)
+            published = publish(temporary)
+            self._fsync_folder(folder)  # also when another was first: its name must be durable before we report it
+        except BaseException:
+            if not published:
+                self._discard(temporary)
+            elif withdraw:
+                self._discard(path)  # its name may not be durable: better no object than one that a power cut takes back
+            raise
+        return published
+
+    def _discard(self, temporary: str) -> None:
+        with contextlib.suppress(OSError):  # the error that brought us here is the one to report; a temporary file is swept later
+            self._disk.unlink(temporary)
+
+    def _write_temporary(self, temporary: str, view: memoryview, nbytes: int, device: int) -> None:
+        large = nbytes >= self._large_nbytes
+        direct = bool(_O_DIRECT) and large and device not in self._refuses_direct and address(view) % _PAGE == 0
+        if direct:
+            try:
+                self._write_file(temporary, view, nbytes, device, direct=True, large=True)
+                return
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                self._discard(temporary)
+        self._write_file(temporary, view, nbytes, device, direct=False, large=large)
+        if direct:
+            self._refuses_direct.add(device)  # only now: the refusal was of direct writing, not of this file
+
+    def _write_file(self, temporary: str, view: memoryview, nbytes: int, device: int, *, direct: bool, large: bool) -> None:
+        fd = self._disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (_O_DIRECT if direct else 0))
+        try:
+            if large:
+                self._reserve(fd, temporary, -(-nbytes // _PAGE) * _PAGE if direct else nbytes, device)
+                self._write_blocks(fd, view, nbytes, direct=direct)
+                self._disk.ftruncate(fd, nbytes)
+            else:
+                self._write_all(fd, view[:nbytes], 0, step=1)
+            self._disk.fsync(fd)
+        finally:
+            self._disk.close(fd)
+
+    def _reserve(self, fd: int, temporary: str, nbytes: int, device: int) -> None:
+        """Fail now when there is no space, not after minutes of writing."""
+        space = self._disk.statvfs(os.path.dirname(temporary))
+        if space.total and space.free < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if device in self._refuses_fallocate:
+            return
+        try:
+            self._disk.fallocate(fd, nbytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self._refuses_fallocate.add(device)
+
+    def _write_blocks(self, fd: int, view: memoryview, nbytes: int, *, direct: bool) -> None:
+        """Write in blocks, ``writers`` in flight. The first failure wins and stops the others; no thread outlives the call."""
+        padded = -(-nbytes // _PAGE) * _PAGE
+        body = nbytes if not direct else padded if padded <= len(view) else nbytes // _PAGE * _PAGE
+        offsets = iter(range(0, body, _BLOCK))
+        lock = threading.Lock()
+        failures: Failures = []
+
+        def write() -> None:
+            try:
+                while True:
+                    with lock:
+                        offset = None if failures else next(offsets, None)
+                    if offset is None:
+                        return
+                    self._write_all(fd, view[offset : min(offset + _BLOCK, body)], offset, step=_PAGE if direct else 1)
+            except BaseException as error:  # carried to the caller, which raises the first of them
+                failures.append(error)
+
+        others = [threading.Thread(target=write, name="everystep-write") for _ in range(min(self._writers, -(-body // _BLOCK)) - 1)]
+        for thread in others:
+            thread.start()
+        write()
+        for thread in others:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except KeyboardInterrupt as interrupt:  # the file must not be closed under a writing thread
+                    failures.append(interrupt)
+        if failures:
+            raise failures[0]
+        if body < nbytes:
+            self._write_tail(fd, view[body:nbytes], body)
+
+    def _write_tail(self, fd: int, tail: memoryview, offset: int) -> None:
+        """Write less than a page directly, from a page of our own; the caller cuts the padding off."""
+        with mmap.mmap(-1, _PAGE) as page:
+            page[: len(tail)] = tail
+            view = memoryview(page)
+            try:
+                self._write_all(fd, view, offset, step=_PAGE)
+            finally:
+                view.release()
+
+    def _write_all(self, fd: int, view: memoryview, offset: int, *, step: int) -> None:
+        """Write all of it, however short the single writes are; they go on at multiples of ``step``."""
+        done = 0
+        while done < len(view):
+            progress = self._disk.pwrite(fd, view[done:], offset + done)
+            progress -= progress % step if done + progress < len(view) else 0
+            if progress <= 0:
+                raise OSError(errno.EIO, "write made no progress")
+            done += progress
+
+    def _rename_exclusively(self, temporary: str, path: str) -> bool:
+        """``create`` where there are no hard links: a folder as the mutex."""
+        mutex = f"{os.path.dirname(path)}/{TEMPORARY}mutex-{os.path.basename(path)}"
+        for patience in range(_MUTEX_TRIES, -1, -1):
+            try:
+                self._disk.mkdir(mutex)
+                break
+            except FileExistsError:
+                if self._is_there(path):
+                    self._disk.unlink(temporary)
+                    return False
+                if not patience:
+                    raise OSError(errno.EBUSY, f"another writer died while it created this; remove the folder {mutex!r}") from None
+                time.sleep(_MUTEX_WAIT_S)
+        try:
+            if self._is_there(path):
+                self._disk.unlink(temporary)
+                return False
+            self._disk.rename(temporary, path)
+            return True
+        finally:
+            self._disk.rmdir(mutex)
+
+    # -- reading ranges ----------------------------------------------------------------------------------------------
+    def _read_range(self, path: str, offset: int, view: memoryview) -> int:
+        """Read; the middle that is aligned in file and memory past the page cache if it is large. Returns bytes until the file's end."""
+        head = -offset % _PAGE
+        middle = (len(view) - head) // _PAGE * _PAGE
+        got, direct = 0, False
+        if _O_DIRECT and middle >= self._large_nbytes and (address(view) + head) % _PAGE == 0:
+            device = self._disk.stat(path).device
+            direct = device not in self._refuses_direct
+        fd = self._disk.open(path, os.O_RDONLY)
+        try:
+            if direct:
+                got = self._read_all(fd, view[:head], offset)
+                if got == head:
+                    got += self._read_direct(path, offset + head, view[head : head + middle], device)
+            if not direct or got in (head, head + middle):
+                got += self._read_all(fd, view[got:], offset + got)
+        finally:
+            self._disk.close(fd)
+        return got
+
+    def _read_direct(self, path: str, offset: int, view: memoryview, device: int) -> int:
+        """Bytes read past the page cache; 0 where the device refuses, which the caller makes good."""
+        try:
+            fd = self._disk.open(path, os.O_RDONLY | _O_DIRECT)
+            try:
+                return self._read_all(fd, view, offset, step=_PAGE)
+            finally:
+                self._disk.close(fd)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self._refuses_direct.add(device)
+            return 0
+
+    def _read_all(self, fd: int, view: memoryview, offset: int, *, step: int = 1) -> int:
+        done = 0
+        while done < len(view):
+            progress = self._disk.pread(fd, view[done:], offset + done)
+            whole = progress - progress % step
+            if whole <= 0:
+                return done + progress  # the end of the file
+            done += whole
+        return done
+
+    # -- errors --------------------------------------------------------------------------------------------------------
+    def _do(self, what: str, key: str, action: Callable[[], _Result], *, needed: int = 0) -> _Result:
+        """Run it; a stale NFS handle is tried again with fresh names, and the system's errors become ours."""
+        tries = 0
+        while True:
+            try:
+                return action()
+            except OSError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                if error.errno == errno.ESTALE and tries < _STALE_RETRIES:
+                    tries += 1
+                    self._durable_folders.clear()
+                    continue
+                raise self._translate(error, what, key, needed) from error
+
+    def _translate(self, error: OSError, what: str, key: str, needed: int) -> CheckpointError:
+        code = error.errno or errno.EIO
+        reason = error.strerror or os.strerror(code)
+        text = f"cannot {what} {key!r} in {self.path!r}: {reason}"
+        if code == errno.ENOENT:
+            return NotFoundError(f"no {key!r} in {self.path!r}", key=key, kind="not-found", errno=code)
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            free = self.free_nbytes()
+            there = "an unknown number" if free is None else str(free)
+            why = "quota exceeded" if code == errno.EDQUOT else "no space left"
+            return CapacityError(
+                f"cannot {what} {key!r} in {self.path!r}: {why}; {needed} bytes needed, {there} free",
+                key=key, kind="quota" if code == errno.EDQUOT else "disk-full", errno=code,
+                hint=f"free space, or see: everystep sweep {self.path}",
+            )  # fmt: skip
+        if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "remount it writable" if code == errno.EROFS else "change its permissions"
+            return PermanentStoreError(text, key=key, kind="not-permitted", errno=code, hint=f"{hint}, or choose another path")
+        if code in (errno.ENOTDIR, errno.EISDIR):
+            in_the_way = self._file_in_the_way()
+            if in_the_way:
+                hint = "choose another path for the run"
+                return ConfigError(f"{in_the_way!r} is a file, not a folder", key=self.path, kind="not-a-folder", errno=code, hint=hint)
+            return PermanentStoreError(text, key=key, kind="not-a-folder", errno=code, hint="move away what lies under that name")
+        if code in (errno.ENAMETOOLONG, errno.ELOOP):
+            return PermanentStoreError(text, key=key, kind="bad-path", errno=code, hint="choose another path for the run")
+        return self._transient(text, key, code)
+
+    def _transient(self, text: str, key: str, code: int) -> StoreError:
+        return TransientStoreError(text, key=key, kind="io", errno=code, hint="see the system log (dmesg) and: everystep doctor")
+
+    def _file_in_the_way(self) -> str:
+        """The run's folder or the nearest thing above it that exists, if that is a file; else empty."""
+        path = self.path
+        while True:
+            try:
+                return "" if self._disk.stat(path).is_folder else path
+            except (FileNotFoundError, NotADirectoryError):
+                path = os.path.dirname(path)
+            except OSError:
+                return ""

@@ -1,0 +1,216 @@
+"""A repository against a model of it: any sequence of saves, restarts, pins, holds, retention, deletions and sweeps; and retention's promises."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import hypothesis
+from hypothesis import stateful
+from hypothesis import strategies as st
+
+from everystep.errors import ConflictError
+from everystep.policy import Candidate, retain
+from everystep.repository import CheckpointKey, Repository
+from everystep.store.local import LocalStore
+from everystep.testing import SimDisk
+from everystep.testing.samples import payload, persist
+from everystep.testing.strategies import candidates, checkpoint_keys, keeps, store_keys
+
+STEPS = st.integers(1, 30)
+
+
+class RepositoryMachine(stateful.RuleBasedStateMachine):
+    """The model: which checkpoints are committed, which were given up, who is pinned, and each attempt's parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.repository = Repository(LocalStore("/run", disk=SimDisk(), writers=1))
+        self.repository.begin(create=True)
+        self.parents = {1: None}
+        self.repository.start_attempt(parent=None, now=0.0)
+        self.committed = {}
+        self.gone = set()
+        self.pinned = set()
+        self.pending = {}
+        self.holds = contextlib.ExitStack()
+        self.held = set()
+
+    @property
+    def attempt(self):
+        return max(self.parents)
+
+    def expected_lineage(self):
+        """By walking parents one checkpoint at a time, unlike the code under test."""
+        found, attempt, limit = [], self.attempt, math.inf
+        while attempt is not None:
+            found += sorted((key for key in self.committed if key.attempt == attempt and key.step <= limit), reverse=True)
+            parent = self.parents[attempt]
+            attempt, limit = (parent.attempt, parent.step) if parent else (None, 0)
+        return found
+
+    def drop(self, key):
+        del self.committed[key]
+        self.gone.add(key)
+
+    @stateful.rule(step=STEPS, loss=st.none() | st.floats(0, 10), share=st.booleans())
+    def begin_save(self, step, loss, share):
+        key = CheckpointKey(step, self.attempt)
+        if key in self.committed or key in self.gone or key in self.pending:
+            return
+        lineage = self.expected_lineage()
+        metrics = {} if loss is None else {"loss": loss}
+        # A save may refer to the newest committed checkpoint's bytes, and holds it meanwhile; here it commits at once.
+        base = lineage[0] if share and lineage else None
+        self.pending[key] = persist(self.repository, key, base=base, metrics=metrics), metrics
+        if base is not None:
+            self.commit(key)
+
+    @stateful.precondition(lambda self: self.pending)
+    @stateful.rule(data=st.data())
+    def end_save(self, data):
+        self.commit(data.draw(st.sampled_from(sorted(self.pending))))
+
+    def commit(self, key):
+        manifest, metrics = self.pending.pop(key)
+        if key in self.gone or key.attempt < self.attempt:
+            try:
+                self.repository.commit(manifest)
+            except ConflictError:
+                self.gone.add(key)
+            else:
+                raise AssertionError(f"{key} was committed too late")
+        else:
+            self.repository.commit(manifest)
+            self.committed[key] = metrics
+
+    @stateful.precondition(lambda self: self.committed)
+    @stateful.rule(data=st.data(), scratch=st.booleans())
+    def restart(self, data, scratch):
+        parent = None if scratch else data.draw(st.sampled_from(sorted(self.committed)))
+        made = self.repository.start_attempt(parent=parent, now=0.0)
+        assert made.attempt == self.attempt + 1
+        self.parents[made.attempt] = parent
+
+    @stateful.precondition(lambda self: self.committed)
+    @stateful.rule(data=st.data(), what=st.sampled_from(["pin", "unpin", "hold", "measure", "again"]))
+    def touch(self, data, what):
+        key = data.draw(st.sampled_from(sorted(self.committed)))
+        if what == "pin":
+            self.repository.pin(key)
+            self.pinned.add(key)
+        elif what == "unpin":
+            self.repository.unpin(key)
+            self.pinned.discard(key)
+        elif what == "hold":
+            self.holds.enter_context(self.repository.hold(key))
+            self.held.add(key)
+        elif what == "measure":
+            self.repository.record_metrics(key, {"loss": 0.5})
+            self.committed[key] = {"loss": 0.5}
+        elif key.attempt == self.attempt:
+            self.repository.commit(self.repository.manifest(key))
+
+    @stateful.rule()
+    def readers_finish(self):
+        self.holds.close()
+        self.held.clear()
+
+    @stateful.precondition(lambda self: self.committed)
+    @stateful.rule(data=st.data(), sole=st.booleans())
+    def forget(self, data, sole):
+        key = data.draw(st.sampled_from(sorted(self.committed)))
+        try:
+            assert self.repository.forget(key, sole_committer=sole) > 0
+        except ConflictError:
+            assert key in self.pinned | self.held
+        else:
+            assert key not in self.pinned | self.held
+            self.drop(key)
+
+    @stateful.rule(keep=keeps())
+    def retention(self, keep):
+        decided = {CheckpointKey.parse(kept.key): kept for kept in self.repository.retention(keep, now=0.0)}
+        assert set(decided) == set(self.committed)
+        for key, kept in decided.items():
+            if not kept.keep:
+                assert key not in self.pinned | self.held
+                self.repository.forget(key)
+                self.drop(key)
+
+    @stateful.rule(alive=st.booleans())
+    def sweep(self, alive):
+        if alive:
+            self.repository.renew(self.attempt, now=0.0, ttl_s=100.0)
+        swept = {key for key in self.pending if key.attempt < self.attempt or not alive}
+        if not alive:
+            self.repository.renew(self.attempt, now=0.0, ttl_s=0.0)
+        self.repository.sweep(self.repository.plan_sweep(now=50.0))
+        self.gone |= swept
+
+    @stateful.invariant()
+    def agrees(self):
+        assert set(self.repository.keys()) == set(self.committed)
+        assert self.repository.lineage() == self.expected_lineage()
+        for key, metrics in self.committed.items():
+            assert self.repository.metrics(key) == metrics
+            assert self.repository.pinned(key) == (key in self.pinned)
+
+    @stateful.invariant()
+    def every_byte_is_there(self):
+        for key in self.committed:
+            for stored in self.repository.manifest(key).objects:
+                assert self.repository.store.get(stored.key) == payload(CheckpointKey.parse(stored.key.split("/")[1]))
+
+    def teardown(self):
+        self.holds.close()
+
+
+RepositoryMachine.TestCase.settings = hypothesis.settings(max_examples=40, stateful_step_count=25)
+
+
+class TestRepository(RepositoryMachine.TestCase):
+    """The repository does what the model does."""
+
+
+@hypothesis.given(candidates(), keeps())
+def test_retention_never_removes(found, keep):
+    """Invariant 11: the newest good one, pinned and held ones stay; each candidate gets one decision with a reason; a second round changes nothing."""
+    decided = {kept.key: kept for kept in retain(found, keep)}
+    assert set(decided) == {one.key for one in found}
+    assert len(decided) == len(found)
+    assert all(kept.reason for kept in decided.values())
+    for one in found:
+        if one.pinned or one.held:
+            assert decided[one.key].keep
+    good = [one for one in found if one.verified is not False]
+    for pool in ([one for one in good if one.in_lineage] or good, [one for one in good if one.verified and one.in_lineage]):
+        if pool:
+            assert decided[max(pool, key=lambda one: (one.attempt, one.step)).key].keep
+    stay = [one for one in found if decided[one.key].keep]
+    assert all(kept.keep for kept in retain(stay, keep))
+
+
+@hypothesis.given(candidates(), keeps(), st.integers(1, 20))
+def test_incomplete_ones_never_push_out(found, keep, more):
+    """F50: corrupt checkpoints newer than everything change no decision about the good ones of the lineage."""
+    before = {kept.key: kept.keep for kept in retain(found, keep)}
+    corrupt = [Candidate(key=f"x{number}", step=100 + number, attempt=9, metrics={"loss": 0.0}, verified=False) for number in range(more)]
+    after = {kept.key: kept.keep for kept in retain(found + corrupt, keep)}
+    assert {one: after[one] for one in before} == before
+
+
+@hypothesis.given(checkpoint_keys())
+def test_keys_round_trip(key):
+    """Any key's text parses back to it."""
+    assert CheckpointKey.parse(str(key)) == key
+
+
+@hypothesis.given(st.dictionaries(store_keys(), st.binary(max_size=20), max_size=8))
+def test_store_lists_what_was_put(content):
+    """Any set of keys of which none lies below another is listed sorted, with sizes."""
+    content = {key: data for key, data in content.items() if not any(other.startswith(key + "/") for other in content)}
+    store = LocalStore("/run", disk=SimDisk(), writers=1)
+    for key, data in content.items():
+        store.put(key, data)
+    assert list(store.list("")) == sorted((key, len(data)) for key, data in content.items())
