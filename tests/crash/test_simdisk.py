@@ -1,0 +1,293 @@
+"""A run's whole life on a disk that loses power at every single call; and planted bugs, each of which the same harness must find."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from everystep.errors import ConflictError
+from everystep.policy import Keep
+from everystep.repository import CheckpointKey, Repository
+from everystep.store.local import LocalStore
+from everystep.testing import CrashingStore, PowerCut, SimDisk, Survival
+from everystep.testing.samples import persist
+
+TTL_S = 100.0
+LATER = 1e12  # every hold, attempt and temporary file is old by then
+OUTCOMES = [(Survival.NOTHING, 0), (Survival.EVERYTHING, 0), (Survival.NAMES, 0), (Survival.CONTENTS, 0), (Survival.RANDOM, 1), (Survival.RANDOM, 2)]
+
+
+class Violation(AssertionError):
+    """An invariant is broken."""
+
+
+@dataclasses.dataclass
+class Journal:
+    """What the history was told, as a trainer would know it."""
+
+    run_id: str = ""
+    attempt: int = 0
+    acknowledged: set[CheckpointKey] = dataclasses.field(default_factory=set)
+    given_up: set[CheckpointKey] = dataclasses.field(default_factory=set)
+
+    @property
+    def owed(self):
+        return self.acknowledged - self.given_up
+
+
+def save(repository, journal, key, *, base=None):
+    """A save as the agent does it: persist, commit, acknowledge, then retention."""
+    repository.commit(persist(repository, key, base=base, metrics={"loss": 1.0 / key.step} if key.step % 2 else None))
+    journal.acknowledged.add(key)
+    for kept in repository.retention(Keep(last=2, best=1, metric="loss"), now=10.0):
+        if not kept.keep:
+            forget(repository, journal, CheckpointKey.parse(kept.key))
+
+
+def forget(repository, journal, key):
+    journal.given_up.add(key)
+    repository.forget(key, sole_committer=key.step % 2 == 0)
+
+
+def history(repository, journal):
+    """Saves, a restart, unchanged bytes stored once, retention, an interrupted save, a sweep by somebody else, and a committer that comes too late."""
+    repository.begin(create=True)
+    journal.run_id = repository.run_id
+    first = repository.start_attempt(parent=None, now=1.0).attempt
+    journal.attempt = first
+    repository.renew(first, now=1.0, ttl_s=TTL_S)
+    for step in (1, 2, 3, 4):
+        save(repository, journal, CheckpointKey(step, first))
+    persist(repository, CheckpointKey(5, first))  # and dies
+    second = repository.start_attempt(parent=CheckpointKey(3, first), now=2.0).attempt
+    journal.attempt = second
+    repository.renew(second, now=2.0, ttl_s=TTL_S)
+    repository.sweep(repository.plan_sweep(now=3.0))
+    save(repository, journal, CheckpointKey(6, second))
+    repository.pin(CheckpointKey(6, second))
+    save(repository, journal, CheckpointKey(7, second), base=CheckpointKey(6, second))
+    repository.record_metrics(CheckpointKey(7, second), {"loss": 0.01})
+    repository.unpin(CheckpointKey(6, second))
+    forget(repository, journal, CheckpointKey(6, second))  # its bytes are still needed
+    late = CheckpointKey(8, second)
+    manifest = persist(repository, late)
+    repository.sweep(repository.plan_sweep(now=2.0 + 2 * TTL_S))  # somebody takes the attempt for dead
+    try:
+        repository.commit(manifest)
+        journal.acknowledged.add(late)
+    except ConflictError:
+        pass
+    save(repository, journal, CheckpointKey(9, second))
+    save(repository, journal, CheckpointKey(10, second))
+
+
+def check(repository, journal):
+    """The invariants that a restart relies on."""
+    repository.begin(create=True)
+    if journal.run_id and repository.run_id != journal.run_id:
+        raise Violation("another run id")
+    if repository.newest_attempt() < journal.attempt:
+        raise Violation("an attempt is forgotten: its number would be given twice")
+    keys = repository.keys()
+    lost = journal.owed - set(keys)
+    if lost:
+        raise Violation(f"acknowledged and lost: {lost}")
+    for key in keys:
+        for name, _, wrong in repository.verify(key, threads=1):
+            if wrong:
+                raise Violation(f"{key} is listed, but {name}: {wrong}")
+
+
+def recover(repository, journal):
+    """What follows a crash: check, sweep until nothing is left to sweep, check, go on, check."""
+    check(repository, journal)
+    for _ in range(3):
+        planned = repository.plan_sweep(now=LATER)
+        if any(item.blocked for item in planned):
+            raise Violation(f"something readable blocks the sweep: {planned}")
+        repository.sweep(planned)
+    left = repository.plan_sweep(now=LATER)
+    garbage = [name for name in repository.store.folders("data/") if CheckpointKey.parse(name) not in repository.keys()]
+    needed = {name.split("/")[1] for key in repository.keys() for name in (stored.key for stored in repository.manifest(key).objects)}
+    if left or set(garbage) - needed or list(repository.store.leftovers("")):
+        raise Violation(f"the sweep leaves {left or garbage or 'temporary files'}")
+    check(repository, journal)
+    lineage = repository.lineage()
+    attempt = repository.start_attempt(parent=lineage[0] if lineage else None, now=LATER).attempt
+    key = CheckpointKey(100, attempt)
+    repository.commit(persist(repository, key))
+    if repository.find(None) != key or repository.lineage()[1:] != lineage:
+        raise Violation("the next attempt does not go on from where the last one was")
+    check(repository, journal)
+
+
+def open_on(disk, store_class=LocalStore, repository_class=Repository):
+    return repository_class(store_class("/mnt/run", disk=disk, writers=1, large_nbytes=200))
+
+
+def mounted(**options):
+    """A disk with its mount point, as it was before the run."""
+    disk = SimDisk(**options)
+    disk.mkdir("/mnt")
+    fd = disk.open("/", 0)
+    disk.fsync(fd)
+    disk.close(fd)
+    disk.calls.clear()
+    return disk
+
+
+def cut_everywhere(store_class=LocalStore, repository_class=Repository, *, backwards=False):
+    """Cut the power at each changing call of the history, look at each outcome; returns (calls, different disks found).
+
+    ``backwards`` from the last call: bugs that show late are found sooner.
+    """
+    disk, journal = mounted(), Journal()
+    history(open_on(disk, store_class, repository_class), journal)
+    calls, seen = len(disk.calls), set()
+    for cut_at in sorted(range(1, calls + 2), reverse=backwards):
+        disk, journal = mounted(), Journal()
+        disk.cut_at = cut_at
+        try:
+            history(open_on(disk, store_class, repository_class), journal)
+            disk.cut()  # after the last call
+        except PowerCut:
+            pass
+        for survival, seed in OUTCOMES:
+            found = disk.after_power_cut(survival, seed=seed * 1000 + cut_at)
+            # Temporary names are random; two disks that differ only in those are the same case.
+            files = tuple(sorted((path.split(".tmp-")[0], content) for path, content in found.files().items() if path.count("/") > 1))
+            state = (files, journal.run_id != "", journal.attempt, frozenset(journal.owed))
+            if hash(state) in seen:
+                continue
+            seen.add(hash(state))
+            try:
+                recover(open_on(found), journal)
+            except Violation as violation:
+                raise Violation(f"power cut at call {cut_at} of {calls}, {survival.value} {seed}: {violation}") from violation
+    return calls, len(seen)
+
+
+def test_power_cut_at_every_call():
+    """F38, F52: whatever survives a power cut at any call, nothing acknowledged is lost, what is listed verifies, the sweep cleans up, and the run goes on."""
+    calls, disks = cut_everywhere()
+    assert calls > 250
+    assert disks > 250
+
+
+def test_store_dies_at_every_operation():
+    """The same when a store of any kind dies between two operations, before or after the operation took effect."""
+    counting = CrashingStore(open_on(mounted()).store)
+    history(Repository(counting), Journal())
+    for cut_at in range(1, len(counting.operations) + 1):
+        for after in (False, True):
+            store, journal = open_on(mounted()).store, Journal()
+            with pytest.raises(PowerCut):
+                history(Repository(CrashingStore(store, cut_at=cut_at, after=after)), journal)
+            recover(Repository(store), journal)
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------------------
+
+
+class ManifestFirst(Repository):
+    """Commits before the data is written."""
+
+    def put_data(self, key, file_name, data, *, nbytes):
+        self.waiting = (key, file_name, bytes(data), nbytes)
+
+    def commit(self, manifest):
+        super().commit(manifest)
+        key, file_name, data, nbytes = self.waiting
+        self.store.put(self.data_key(key, file_name), data, nbytes=nbytes)
+
+
+class DataDeletedFirst(Repository):
+    """Deletes the data of a checkpoint that is still published."""
+
+    def forget(self, key, *, sole_committer=False):
+        self._delete_data(key)
+        return super().forget(key, sole_committer=sole_committer)
+
+
+class NoTombstone(Repository):
+    """Sweeps what somebody may still commit without leaving word."""
+
+    def _sweep_data(self, key, name):
+        return self.store.delete_folder(name)
+
+
+class BlindDeletion(Repository):
+    """Deletes a forgotten checkpoint's bytes although a newer one refers to them."""
+
+    def _references(self, *, but=None):
+        return set(), []
+
+
+class NumbersAttemptsByCheckpoints(Repository):
+    """Gives an attempt's number twice."""
+
+    def start_attempt(self, *, parent, now, **others):
+        attempt = super().start_attempt(parent=parent, now=now, **others)
+        self.store.delete_folder(f"attempts/{attempt.attempt:06d}.claim/")
+        self.store.delete(f"attempts/{attempt.attempt:06d}.json")
+        return attempt
+
+
+class NoFolderFsync(LocalStore):
+    """Names are not made durable."""
+
+    def _fsync_folder(self, path):
+        pass
+
+
+class NoParentFsync(LocalStore):
+    """A new folder is not made durable in its parent."""
+
+    def _ensure_folder(self, path):
+        if path not in self._durable_folders and path != self.path:
+            self._ensure_folder(path.rpartition("/")[0])
+            self._mkdir(path)
+            self._durable_folders.add(path)
+        else:
+            super()._ensure_folder(path)
+
+
+class NoFileFsync(LocalStore):
+    """Contents are not made durable before the name is."""
+
+    def _write_file(self, temporary, view, nbytes, device, *, direct, large):
+        fd = self._disk.open(temporary, 0o101)  # O_WRONLY | O_CREAT
+        self._write_all(fd, view[:nbytes], 0, step=1)
+        self._disk.close(fd)
+
+
+class WritesInPlace(LocalStore):
+    """Writes under the final name."""
+
+    def _write_new(self, path, view, nbytes, publish, *, withdraw):
+        self._ensure_folder(path.rpartition("/")[0])
+        try:
+            fd = self._disk.open(path, 0o301)  # O_WRONLY | O_CREAT | O_EXCL
+        except FileExistsError:
+            return False
+        self._write_all(fd, view[:nbytes], 0, step=1)
+        self._disk.fsync(fd)
+        self._disk.close(fd)
+        self._fsync_folder(path.rpartition("/")[0])
+        return True
+
+
+@pytest.mark.parametrize("bug", [ManifestFirst, DataDeletedFirst, NoTombstone, BlindDeletion, NumbersAttemptsByCheckpoints])
+def test_finds_bugs_in_the_repository(bug):
+    """A wrong order of writes or deletes in the repository is found by the harness."""
+    with pytest.raises((Violation, ConflictError)):
+        cut_everywhere(repository_class=bug, backwards=True)
+
+
+@pytest.mark.parametrize("bug", [NoFolderFsync, NoParentFsync, NoFileFsync, WritesInPlace])
+def test_finds_bugs_in_the_store(bug):
+    """A missing fsync or a write in place in the store is found by the harness."""
+    with pytest.raises(Exception) as caught:  # a torn record may also show as its own error
+        cut_everywhere(store_class=bug)
+    assert "power cut at call" in str(caught.value) or type(caught.value).__module__ == "everystep.errors"

@@ -1,0 +1,267 @@
+"""Staging: eager and late copies, the fence, torn snapshots, the accelerator seam."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from everystep.errors import TornSnapshotError
+from everystep.manifest import TensorSpec
+from everystep.plan import SavePlan, plan_save
+from everystep.trainer.staging import SlabViews, Stager, Staging, order_of
+from everystep.trainer.state import Leaf
+
+_WORDS = {torch.float32: "F32", torch.int64: "I64", torch.bfloat16: "BF16"}
+
+
+def leaf(name: str, tensor: torch.Tensor, *, late: bool = True) -> Leaf:
+    return Leaf(spec=TensorSpec(f"m.{name}", _WORDS[tensor.dtype], tuple(tensor.shape), "m"), tensor=tensor, late=late)
+
+
+class Bench:
+    """A stager with one slab, and what the slab holds afterwards."""
+
+    def __init__(self, leaves: Sequence[Leaf], **options: object) -> None:
+        self.notices: list[str] = []
+        self.stager = Stager(notice=self.notices.append, **options)  # type: ignore[arg-type]
+        self.leaves = leaves
+        self.plan: SavePlan = plan_save([one.spec for one in leaves], aliases={})
+        self.order = order_of(self.plan, leaves)
+        self.slab = mmap.mmap(-1, self.plan.nbytes)
+        self.views = SlabViews(memoryview(self.slab), self.plan, [self._dtype(index) for index in range(len(leaves))])
+        self.finished: list[Staging] = []
+
+    def _dtype(self, index: int) -> torch.dtype:
+        name = self.plan.tensors[self.plan.placements[index].tensor].name
+        return next(one.tensor.dtype for one in self.leaves if one.spec.name == name)
+
+    def stage(self, step: int, *, overlap: bool = True) -> Staging:
+        return self.stager.stage(
+            step=step, leaves=self.leaves, order=self.order, views=self.views, overlap=overlap, finish=self.finished.append
+        )
+
+    def staged(self, name: str) -> torch.Tensor:
+        index = next(order for one, order in zip(self.leaves, self.order, strict=True) if one.spec.name == f"m.{name}")
+        return self.views.typed(index).clone()
+
+
+class Gate:
+    """A strided tensor whose copy can be held: stands for a slow copy."""
+
+    def __init__(self, stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+        from everystep.trainer import staging
+
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        real = staging._strided
+
+        def held(target: torch.Tensor, source: torch.Tensor) -> object:
+            run = real(target, source)
+
+            def wait() -> None:
+                self.reached.set()
+                assert self.open.wait(20)
+                run()
+
+            return wait
+
+        monkeypatch.setattr(staging, "_strided", held)
+
+
+def test_everything_arrives_overlapped_or_not() -> None:
+    """Contiguous, strided, empty and 0-dim tensors are in the slab bit by bit, both ways."""
+    for overlap in (True, False):
+        tensors = {
+            "big": torch.randn(3000, 2000),
+            "strided": torch.randn(64, 32).t(),
+            "empty": torch.empty(0, 4),
+            "scalar": torch.tensor(3.5),
+            "half": torch.randn(7).to(torch.bfloat16),
+        }
+        bench = Bench([leaf(name, tensor, late=name != "scalar") for name, tensor in tensors.items()])
+        bench.stage(1, overlap=overlap)
+        bench.stager.fence()
+        bench.stager.idle()
+        bench.stager.close()
+        assert [one.error for one in bench.finished] == [None]
+        for name, tensor in tensors.items():
+            assert torch.equal(bench.staged(name), tensor), name
+
+
+def test_eager_tensors_hold_the_value_of_the_call() -> None:
+    """F2: a tensor that may change early is copied before stage returns."""
+    step = torch.tensor(1, dtype=torch.int64)
+    bench = Bench([leaf("w", torch.randn(1000, 1000)), leaf("step", step, late=False)])
+    bench.stage(1)
+    step.add_(41)
+    bench.stager.fence()
+    bench.stager.idle()
+    bench.stager.close()
+    assert bench.staged("step") == 1
+
+
+def test_fence_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence does not open while a chunk is still being copied."""
+    weight = torch.randn(64, 32).t()
+    stager_bench = Bench([leaf("w", weight)])
+    gate = Gate(stager_bench.stager, monkeypatch)
+    stager_bench.stage(1)
+    assert gate.reached.wait(20)
+    passed = threading.Event()
+    waiter = threading.Thread(target=lambda: (stager_bench.stager.fence(), passed.set()))
+    waiter.start()
+    assert not passed.wait(0.05)
+    gate.open.set()
+    waiter.join(20)
+    assert passed.is_set()
+    stager_bench.stager.idle()
+    stager_bench.stager.close()
+    assert torch.equal(stager_bench.staged("w"), weight)
+
+
+def _in_place(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def _through_data(tensor: torch.Tensor) -> None:
+    tensor.data.mul_(3)
+
+
+def _through_numpy(tensor: torch.Tensor) -> None:
+    tensor.numpy()[...] = 5
+
+
+def _swapped(tensor: torch.Tensor) -> None:
+    tensor.data = torch.ones_like(tensor)
+
+
+@pytest.mark.parametrize("change", [_in_place, _through_data, _through_numpy, _swapped])
+def test_a_change_before_the_fence_is_torn(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In-place writes, `.data` writes, numpy writes and storage swaps before the fence fail that snapshot, and only that."""
+    weight, other = torch.randn(500, 100), torch.randn(64, 32).t()
+    bench = Bench([leaf("w", weight), leaf("slow", other)])
+    gate = Gate(bench.stager, monkeypatch)
+    bench.stage(1)
+    assert gate.reached.wait(20)
+    change(weight)  # type: ignore[operator]
+    gate.open.set()
+    bench.stager.fence()
+    bench.stager.idle()
+    assert isinstance(bench.finished[0].error, TornSnapshotError)
+    assert bench.finished[0].torn == ["m.w"]
+    assert len(bench.notices) == 1
+    # From now on that tensor is copied in the call: the same change harms nothing, and the value is the call's.
+    bench.leaves = [leaf("w", weight), leaf("slow", other)]
+    before = weight.clone()
+    bench.stage(2)
+    change(weight)  # type: ignore[operator]
+    bench.stager.fence()
+    bench.stager.idle()
+    bench.stager.close()
+    assert bench.finished[1].error is None
+    assert torch.equal(bench.staged("w"), before)
+
+
+def test_many_tensors_are_sampled_within_a_bound() -> None:
+    """With more tensors than the sample, a change of all of them behind the counter's back is still found."""
+    tensors = [torch.randn(16) for _ in range(2000)]
+    bench = Bench([leaf(str(index), tensor) for index, tensor in enumerate(tensors)])
+    copies_done = bench.stage(1)
+    copies_done.copied.wait(20)
+    bench.stager.idle()
+    watch = copies_done.watch
+    assert watch is not None
+    assert len(watch.samples) <= 512
+    for tensor in tensors:
+        tensor.numpy()[...] += 1
+    assert watch.changed()
+    bench.stager.close()
+
+
+class FakeMark:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def wait(self) -> None:
+        assert self.event.wait(20)
+
+
+class FakeDevice:
+    """An accelerator on the host: late copies run only when the test lets the stream go."""
+
+    def __init__(self) -> None:
+        self.queue: list[object] = []
+        self.log: list[str] = []
+        self.marks: list[FakeMark] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.log.append("register")
+
+    def unregister(self, address: int) -> None:
+        self.log.append("unregister")
+
+    def copy_now(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self.log.append("now")
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def copy_late(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self.log.append("late")
+        self.queue.extend((lambda t=t, s=s: t.copy_(s)) for t, s in zip(targets, sources, strict=True))
+
+    def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        result = torch.zeros(sum(source.numel() for source in sources), dtype=torch.uint8)
+        self.queue.append(lambda: result.copy_(torch.cat(list(sources))))
+        return result
+
+    def mark(self) -> FakeMark:
+        mark = FakeMark()
+        self.marks.append(mark)
+        self.queue.append(mark.event.set)
+        return mark
+
+    def hold_training(self, mark: FakeMark) -> None:
+        self.log.append("hold")
+
+    def go(self) -> None:
+        for work in self.queue:
+            work()  # type: ignore[operator]
+        self.queue.clear()
+
+
+def test_accelerator_fence_holds_the_stream_not_the_host() -> None:
+    """With an accelerator the fence returns while copies are queued, and the snapshot is finished when they have run."""
+    weight, counter = torch.randn(40, 10), torch.tensor(2, dtype=torch.int64)
+    device = FakeDevice()
+    bench = Bench([leaf("w", weight), leaf("n", counter, late=False)], make_device=lambda _: device)
+    bench.stage(1)
+    bench.stager.fence()
+    assert device.log == ["register", "late", "now", "hold"] or device.log == ["register", "now", "late", "hold"]
+    assert bench.finished == []
+    device.go()
+    bench.stager.idle()
+    assert [one.error for one in bench.finished] == [None]
+    assert torch.equal(bench.staged("w"), weight)
+    assert bench.staged("n") == 2
+    bench.stager.close()
+    assert device.log[-1] == "unregister"
+
+
+def test_accelerator_contents_are_sampled_on_its_stream() -> None:
+    """A write that reaches the tensor between the first sample and the copy's end is torn although no counter moved."""
+    weight = torch.randn(40, 10)
+    device = FakeDevice()
+    bench = Bench([leaf("w", weight)], make_device=lambda _: device)
+    bench.stage(1)
+    device.queue[0]()  # type: ignore[operator]  # the sample taken at the call
+    weight.numpy()[...] = 0
+    del device.queue[0]
+    bench.stager.fence()
+    device.go()
+    bench.stager.idle()
+    bench.stager.close()
+    assert isinstance(bench.finished[0].error, TornSnapshotError)
