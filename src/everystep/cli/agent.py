@@ -1,0 +1,144 @@
+"""``everystep agent``: the agents of this node."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from everystep import errors
+from everystep.agent.client import AgentClient
+from everystep.cli import output, runs
+from everystep.cli.exits import guarded
+from everystep.cli.stats import print_stats
+from everystep.repository import Repository
+
+app = typer.Typer(help="The process on each node that holds a run's snapshots and makes them durable.", no_args_is_help=True)
+
+DRAIN_TIMEOUT_S = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Living:
+    """One agent and what it holds."""
+
+    pid: int
+    run: str
+    version: str
+    trainers: tuple[int, ...]
+    snapshots: tuple[dict[str, Any], ...]
+
+
+@app.command("ls")
+@guarded
+def ls(as_json: output.AsJson = False) -> None:
+    """List the agents of this node that this user may talk to, and what they hold in memory."""
+    from everystep.agent import find_agents
+
+    found = [_ask(agent.run_url, agent.run_id) for agent in find_agents()]
+    living = [one for one in found if one is not None]
+    if as_json:
+        output.print_json({"agents": [dataclasses.asdict(one) for one in living]})
+    elif not living:
+        output.print_text("no agent runs on this node")
+    else:
+        output.print_table(
+            ["pid", "run", "trainer", "snapshots", "in memory", "newest step", "version"],
+            [_cells(one) for one in living],
+            right=["pid", "snapshots", "in memory", "newest step"],
+        )
+
+
+@app.command("stats")
+@guarded
+def stats(run: runs.Run, as_json: output.AsJson = False) -> None:
+    """Counters and the time each phase took, from the run's living agent."""
+    repository = runs.open_run(run)
+    with _connected(repository) as client:
+        document = client.stats()
+    if as_json:
+        output.print_json({"run": repository.store.url, "source": "agent", **document})
+    else:
+        print_stats(document, source=f"agent of {run}")
+
+
+@app.command("stop")
+@guarded
+def stop(
+    run: runs.Run,
+    force: Annotated[bool, typer.Option("--force", help="Do not make what is in memory durable first: it is lost.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for the disk.")] = DRAIN_TIMEOUT_S,
+    as_json: output.AsJson = False,
+) -> None:
+    """End the run's agent, after the newest snapshot is on disk. A trainer that still saves starts a new one."""
+    repository = runs.open_run(run)
+    with _connected(repository) as client:
+        pid = client.welcome.pid
+        newest = None
+        if not force:
+            drained = client.drain(timeout_s=timeout_s)
+            newest = drained.newest_durable_step
+            if not drained.complete:
+                raise errors.AgentError(
+                    f"the newest snapshot is not on disk: {drained.error or f'not done within {timeout_s:g} s'}",
+                    kind="not-durable",
+                    hint=f"everystep agent stop {run} --force ends it all the same and loses what is in memory",
+                )
+        client.stop(force=force)
+    if as_json:
+        output.print_json({"run": repository.store.url, "pid": pid, "stopped": True, "forced": force, "newest_durable_step": newest})
+    else:
+        durable = "" if newest is None else f"; step {newest} is on disk"
+        output.print_text(f"agent {pid} ended{durable}")
+
+
+@app.command("run")
+@guarded
+def run_(
+    run: runs.Run,
+    idle_s: Annotated[
+        float | None, typer.Option("--idle", min=0.0, help="End after this many seconds without a trainer (default: never).")
+    ] = None,
+) -> None:
+    """Run the agent of RUN in the foreground: for a sidecar container, a DaemonSet, or a systemd unit of its own.
+
+    What it holds then outlives the trainer's container or unit. SIGTERM ends it once everything is on disk.
+    """
+    from everystep.agent import run_foreground  # brings the whole agent, which other commands need not load
+
+    code = run_foreground(run, idle_s=idle_s)
+    if code:
+        raise typer.Exit(code)
+
+
+def _connected(repository: Repository) -> contextlib.closing[AgentClient]:
+    return contextlib.closing(AgentClient.connect(run_url=repository.store.url, run_id=repository.run_id, role="visitor", spawn=False))
+
+
+def _ask(run_url: str, run_id: str) -> Living | None:
+    try:
+        client = AgentClient.connect(run_url=run_url, run_id=run_id, role="visitor", spawn=False, timeout_s=5.0)
+        with contextlib.closing(client):
+            welcome = client.welcome
+            held = tuple(
+                {"step": one.step, "attempt": one.attempt, "nbytes": one.nbytes, "saved_at": one.saved_at, "persisted": one.persisted}
+                for one in client.snapshots()
+            )
+            return Living(welcome.pid, welcome.run_url, welcome.version, tuple(welcome.trainers), held)
+    except (errors.NotFoundError, errors.AgentError):
+        return None  # it ended while we looked
+
+
+def _cells(one: Living) -> list[str]:
+    newest = max((snapshot["step"] for snapshot in one.snapshots), default=None)
+    return [
+        str(one.pid),
+        one.run,
+        ", ".join(map(str, one.trainers)) or "none",
+        str(len(one.snapshots)),
+        output.nbytes(sum(snapshot["nbytes"] for snapshot in one.snapshots)),
+        "-" if newest is None else str(newest),
+        one.version,
+    ]

@@ -1,0 +1,106 @@
+"""``everystep verify``: read every byte back and compare digests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from everystep import errors
+from everystep.cli import output, runs
+from everystep.cli.exits import exit_code, guarded
+from everystep.repository import CheckpointKey, Repository
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What verifying one checkpoint found."""
+
+    key: CheckpointKey
+    nbytes: int
+    bad: tuple[tuple[str, str], ...]
+    """(object key, what is wrong with it)."""
+
+    def document(self) -> dict[str, object]:
+        """As JSON."""
+        return {
+            "key": str(self.key),
+            "step": self.key.step,
+            "attempt": self.key.attempt,
+            "good": not self.bad,
+            "nbytes": self.nbytes,
+            "bad": [{"object": name, "what": what} for name, what in self.bad],
+        }
+
+
+@guarded
+def verify(
+    run: runs.Run,
+    step: runs.Step = "latest",
+    every: Annotated[bool, typer.Option("--all", help="Verify every checkpoint of the run.")] = False,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Reads in flight.")] = 2,
+    as_json: output.AsJson = False,
+) -> None:
+    """Read every byte of a checkpoint back and compare it with its digest; names what is wrong, and remembers the result.
+
+    Exits with 12 when anything is wrong.
+    """
+    repository = runs.open_run(run)
+    if every and step != "latest":
+        raise errors.ConfigError("both a STEP and --all were given", kind="usage", hint="give one of them")
+    keys = repository.keys() if every else [runs.resolve(repository, step)]
+    if not keys:
+        raise errors.NotFoundError(
+            f"{run!r} has no checkpoint to verify", key=run, kind="no-checkpoint", hint="the run has not committed one yet"
+        )
+    results = []
+    for key in keys:
+        result = check(repository, key, threads=threads)
+        _remember(repository, result)
+        results.append(result)
+        if not as_json:
+            _report(result)
+    bad = [result for result in results if result.bad]
+    if as_json:
+        output.print_json({"run": repository.store.url, "good": not bad, "checkpoints": [result.document() for result in results]})
+    if bad:
+        name, what = bad[-1].bad[0]
+        error = errors.CorruptionError(
+            f"{output.plural(len(bad), 'checkpoint')} of {len(results)} failed: {bad[-1].key}: {name}: {what}",
+            key=str(bad[-1].key),
+            hint=f"a restore takes the next older one; everystep forget {run} {bad[-1].key} frees the space",
+        )
+        output.say_error(error)
+        raise typer.Exit(exit_code(error))
+
+
+def check(repository: Repository, key: CheckpointKey, *, threads: int) -> Checked:
+    """Verify one checkpoint, with a progress bar. A manifest that cannot be read is a finding like any other."""
+    try:
+        total = runs.stored_nbytes(repository.manifest(key))
+    except errors.CorruptionError as error:
+        return Checked(key, 0, ((error.key or "manifest", error.message),))
+    done, bad = 0, []
+    with output.progress(f"verify {key.step}", total) as advance, repository.hold(key):
+        for name, count, what in repository.verify(key, threads=threads):
+            done += count
+            advance(count)
+            if what:
+                bad.append((name, what))
+    return Checked(key, done, tuple(bad))
+
+
+def _remember(repository: Repository, result: Checked) -> None:
+    detail = "; ".join(f"{name}: {what}" for name, what in result.bad)
+    try:
+        repository.record_verified(result.key, good=not result.bad, detail=detail, now=runs.now())
+    except errors.StoreError as error:
+        output.note(f"the result is not recorded: {error.message}")
+
+
+def _report(result: Checked) -> None:
+    if not result.bad:
+        output.print_text(f"{result.key}  good     {output.nbytes(result.nbytes)}")
+    for name, what in result.bad:
+        output.print_text(f"{result.key}  CORRUPT  {name}: {what}")
