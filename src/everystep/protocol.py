@@ -327,11 +327,12 @@ class Refuse(Action):
 
 @dataclasses.dataclass(frozen=True)
 class Accept(Action):
-    """Answer yes; ``note`` is a warning for the log."""
+    """Answer yes; ``note`` is a warning for the log. ``ending``: the agent ends when this connection closes."""
 
     conn: int
     request: int
     note: str = ""
+    ending: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -518,8 +519,7 @@ def _settle(d: _Draft) -> None:
         d.change(due[0], state=SlabState.PERSISTING)
         d.act(StartPersist(due[0].id, due[0].payload))
     newest = state.newest()
-    # A beaten attempt's snapshot can never be committed: nothing waits for it.
-    durable = newest is None or newest.durable or newest.attempt <= state.beaten_attempt
+    durable = newest is None or newest.durable
     quiet = not state.undrained()
     done = [w for w in state.waiting if quiet or w.until <= d.now]
     state.waiting = tuple(w for w in state.waiting if w not in done)
@@ -533,12 +533,18 @@ def _settle(d: _Draft) -> None:
         else:
             error = "" if quiet and durable else (state.error if quiet else "the time-out has passed")
             d.act(AnswerDrain(waiting.conn, waiting.request, quiet and durable, state.newest_durable_step, error))
-    reason = _reason_to_end(state, d.now, quiet=quiet, durable=durable, asked=quiet and durable and any(w.exit or w.stop for w in done))
+    reason = _reason_to_end(state, d.now, quiet=quiet, asked=quiet and durable and any(w.exit or w.stop for w in done))
     if reason:
         _end(d, reason)
 
 
-def _reason_to_end(state: AgentState, now: float, *, quiet: bool, durable: bool, asked: bool) -> str:
+def _nothing_to_keep(state: AgentState) -> bool:
+    newest = state.newest()
+    # A beaten attempt's snapshot can never be committed: there is no point in keeping it.
+    return newest is None or newest.durable or newest.attempt <= state.beaten_attempt
+
+
+def _reason_to_end(state: AgentState, now: float, *, quiet: bool, asked: bool) -> str:
     if state.end_at is not None and state.end_at <= now:
         return "signal: the time for the drain has passed"
     if asked:
@@ -551,7 +557,7 @@ def _reason_to_end(state: AgentState, now: float, *, quiet: bool, durable: bool,
         return ""
     if state.ending == "idle":
         return "idle"
-    return "the last trainer has ended" if state.bye_end and durable else ""
+    return "the last trainer has ended" if state.bye_end and _nothing_to_keep(state) else ""
 
 
 def _end(d: _Draft, reason: str) -> None:
@@ -651,8 +657,13 @@ def _stop_asked(d: _Draft, e: StopAsked, _: None) -> None:
 
 
 def _bye_said(d: _Draft, e: ByeSaid, _: None) -> None:
-    d.state.peers[e.conn] = dataclasses.replace(d.state.peers[e.conn], bye=True)
-    d.act(Accept(e.conn, e.request))
+    state = d.state
+    state.peers[e.conn] = dataclasses.replace(state.peers[e.conn], bye=True)
+    others = any(conn != e.conn and peer.role == "trainer" for conn, peer in state.peers.items())
+    reading = any(slab.readers for slab in state.slabs.values())
+    quiet = not others and not reading and not state.undrained() and _nothing_to_keep(state)
+    ending = state.peers[e.conn].role == "trainer" and quiet and state.idle_s < float("inf")
+    d.act(Accept(e.conn, e.request, ending=ending))
 
 
 def _connection_closed(d: _Draft, e: ConnectionClosed, _: None) -> None:
@@ -672,7 +683,7 @@ def _connection_closed(d: _Draft, e: ConnectionClosed, _: None) -> None:
         d.bind_newest()
     if not d.state.trainers():
         d.state.idle_since = d.now
-        d.state.bye_end = peer.bye and not asked_to_end
+        d.state.bye_end = peer.bye and not asked_to_end and d.state.idle_s < float("inf")  # one that never ends for want of a trainer stays
 
 
 def _ticked(d: _Draft, _e: Ticked, _: None) -> None:

@@ -34,13 +34,14 @@ class Transfer:
     """A few threads and a byte budget; a context manager.
 
     Args:
-        threads: Jobs that run at the same time.
+        threads: Jobs that run at the same time; with one they run in the caller's own thread.
         budget_nbytes: Bound on the sum of the costs of jobs under way or whose result is not yet taken. A single larger job goes alone.
     """
 
     def __init__(self, *, threads: int = 2, budget_nbytes: int = 64 << 20) -> None:
         if threads < 1:
             raise ValueError(f"a transfer needs at least one thread, not {threads}")
+        self._threads = threads
         self._budget_nbytes = budget_nbytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="everystep-transfer")
 
@@ -64,6 +65,10 @@ class Transfer:
 
         Leaving the loop early, an error in it, or Ctrl-C stops the rest and waits for what runs, so buffers can be reused at once.
         """
+        if self._threads == 1:
+            for _, job in jobs:
+                yield job()
+            return
         stop = threading.Event()
         failures: list[BaseException] = []  # in order of time: list.append is atomic
         under_way: deque[tuple[Future[Result], int]] = deque()
@@ -121,7 +126,8 @@ class Transfer:
 class Buffers:
     """A pool of page-aligned writable buffers; thread-safe.
 
-    Fresh memory costs ten times what reused memory does (each page is faulted in), so reads take their buffers from here and give them back.
+    Fresh memory costs ten times what reused memory does (each page is faulted in), so reads take their buffers from here and give them
+    back.
 
     Args:
         nbytes: Largest usual read. A larger one gets a buffer of its own that is not kept.

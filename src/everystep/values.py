@@ -4,6 +4,8 @@ Text, 64-bit integers, floats, booleans, None, lists and mappings with text keys
 one key ``"$"``: ``{"$": [tag, payload]}``. A mapping whose keys are not text, or begin with ``$``, is such a tag itself, so
 that nothing a user stores can be taken for a tag. Nothing is ever executed or imported for what the bytes say: enum members and named
 tuples are looked up only in modules that the program has imported already.
+
+Writing and reading stand in one module so that each tag's two ends are seen together.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -125,8 +126,12 @@ class Process:
 
     def __init__(self, url, *, disk=False, first=1, parent=(0, 0)):
         command = [sys.executable, "-c", TRAINER, os.path.dirname(__file__), str(url), repr(disk), str(first), *map(str, parent)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1)
-        _, attempt, pid = self.read("attempt")
+        with tempfile.TemporaryFile("w+") as errors:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1)
+            words = self.read("attempt")
+            errors.seek(0)
+            assert words is not None, errors.read()
+        _, attempt, pid = words
         self.attempt, self.agent_pid = int(attempt), int(pid)
 
     def read(self, *wanted):
@@ -369,10 +374,9 @@ def test_kill_campaign(tmp_path):
     for number in range(ROUNDS):
         victim = chance.choice(["trainer", "trainer", "agent", "both"])
         trainer = Process(url, disk=None, first=newest.step + 1, parent=(newest.step, newest.attempt))
-        said = []
+        said: list[list[str]] = []
         trainer.say("run")
-        for _ in range(chance.randrange(1, 12)):
-            said.append(trainer.read())
+        said += [trainer.read() for _ in range(chance.randrange(1, 12))]
         if victim != "trainer":
             os.kill(trainer.agent_pid, signal.SIGKILL)
         said += trainer.end(0 if victim == "agent" else signal.SIGKILL)
@@ -396,3 +400,24 @@ def test_kill_campaign(tmp_path):
         assert visitor.drain(timeout_s=20) is not None
     assert committed <= set(repository.keys())
     assert_all_verify(repository)
+
+
+def test_agent_in_the_foreground(tmp_path):
+    """``run_foreground`` serves a run that it makes, refuses to be a second one, outlives a trainer's bye, and ends by SIGTERM."""
+    code = "import sys; from everystep.agent import run_foreground; sys.exit(run_foreground(sys.argv[1], idle_s=None))"
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as agent:
+        for line in agent.stderr:
+            if "serves run" in line:
+                break
+        trainer = Trainer(tmp_path / "run", spawn=False)
+        assert trainer.client.welcome.pid == agent.pid
+        second = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        assert "ConflictError" in second.stderr
+        trainer.save(1)
+        trainer.client.drain(timeout_s=20)
+        trainer.client.close()
+        assert [one.pid for one in find_agents()] == [agent.pid]
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(10) == 0
+    assert_all_verify(trainer.repository)

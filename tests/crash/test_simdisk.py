@@ -119,7 +119,9 @@ def recover(repository, journal):
     repository.commit(persist(repository, key))
     if repository.find(None) != key or repository.lineage()[1:] != lineage:
         raise Violation("the next attempt does not go on from where the last one was")
-    check(repository, journal)
+    for name, _, wrong in repository.verify(key, threads=1):
+        if wrong:
+            raise Violation(f"the next checkpoint is not whole: {name} {wrong}")
 
 
 def open_on(disk, store_class=LocalStore, repository_class=Repository):

@@ -77,12 +77,16 @@ def framed(body):
 
 
 def answer(sock):
-    """What the agent says before it closes the connection; None when it just closes."""
+    """What the agent says last before it closes the connection; None when it just closes."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := sock.recv(1 << 16):
             data += piece
-    return msgspec.msgpack.decode(data[4:]) if data else None
+    last = None
+    while data:
+        (nbytes,) = struct.unpack("<I", data[:4])
+        last, data = msgspec.msgpack.decode(data[4 : 4 + nbytes]), data[4 + nbytes :]
+    return last
 
 
 GARBAGE = {
@@ -129,8 +133,7 @@ def test_garbage_after_the_hello_ends_only_that_connection(here, body):
     sock = here.raw()
     sock.sendall(framed(hello(here.repository.run_id)) + framed(body))
     sock.shutdown(socket.SHUT_WR)
-    assert sock.recv(4)
-    answer(sock)
+    assert answer(sock)["name"] == "AgentError"
     assert good.snapshots() == []
 
 
@@ -161,8 +164,7 @@ def test_other_user_is_refused(here, monkeypatch):
     """A peer with another uid gets nothing, whatever it says."""
     monkeypatch.setattr(Channel, "peer", lambda _: (1, os.geteuid() + 1))
     sock = here.raw()
-    sock.sendall(framed(hello(here.repository.run_id)))
-    assert answer(sock)["kind"] == "other-user"
+    assert answer(sock)["kind"] == "other-user"  # before it has said anything
 
 
 def test_descriptors_nobody_asked_for_are_closed(here):
@@ -231,7 +233,8 @@ def test_too_little_memory_for_a_slab(tmp_path):
             assert hasattr(client.lease(plan, 1), "view")
             refused = client.lease(plan, 2)
             assert refused.kind == "memory"
-            assert "50,000 are available" in refused.reason
+            assert f"needs {plan.nbytes:,} bytes" in refused.reason
+            assert "control group limit 200,000" in refused.reason
         client.close(bye=False)
         here.serving[-1].join(10)
         here.server.close()
@@ -295,7 +298,7 @@ def test_runtime_dir_must_be_ours_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("EVERYSTEP_RUNTIME_DIR", str(tmp_path / "a"))
     assert runtime_dir().stat().st_mode & 0o777 == 0o700
     (tmp_path / "a").chmod(0o750)
-    with pytest.raises(ConfigError, match="mode 750.*chmod 700"):
+    with pytest.raises(ConfigError, match=r"mode 750.*chmod 700"):
         runtime_dir()
     (tmp_path / "a").chmod(0o700)
     (tmp_path / "link").symlink_to(tmp_path / "a")

@@ -56,7 +56,9 @@ def same(a, b):
     if isinstance(a, torch.Tensor):
         if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
-        return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)) if a.numel() else True
+        return (
+            torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)) if a.numel() else True
+        )
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b) and a.shape == b.shape
     if isinstance(a, dict):
@@ -100,7 +102,9 @@ def _at(tree, name):
     return tree
 
 
-CHANGES = st.lists(st.sampled_from(["step", "data", "buffer", "add", "drop", "value", "tensor", "tie", "untie", "half", "group"]), max_size=8)
+CHANGES = st.lists(
+    st.sampled_from(["step", "data", "buffer", "add", "drop", "value", "tensor", "tie", "untie", "half", "group"]), max_size=8
+)
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
@@ -152,7 +156,9 @@ def test_what_is_remembered_never_differs_from_a_fresh_look(changes):
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(st.permutations(range(4)), st.permutations(range(4)), st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(0, 2))
+@hypothesis.given(
+    st.permutations(range(4)), st.permutations(range(4)), st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(0, 2)
+)
 def test_any_order_and_grouping_of_parameters(one_order, two_order, grouping, steps):
     """Optimizer state is restored by name whatever the order and grouping on either side."""
 
@@ -173,6 +179,12 @@ def test_any_order_and_grouping_of_parameters(one_order, two_order, grouping, st
     for a, b in zip(one, two, strict=True):
         assert torch.equal(a, b)
         assert same(first.state.get(a), second.state.get(b))
-    rates = {index: group["lr"] for optimizer, net in ((first, one),) for group in optimizer.param_groups for index in range(4) if any(p is net[index] for p in group["params"])}
+    rates = {
+        index: group["lr"]
+        for optimizer, net in ((first, one),)
+        for group in optimizer.param_groups
+        for index in range(4)
+        if any(p is net[index] for p in group["params"])
+    }
     again = {index: group["lr"] for group in second.param_groups for index in range(4) if any(p is two[index] for p in group["params"])}
     assert rates == again

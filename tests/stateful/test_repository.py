@@ -53,8 +53,16 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
         del self.committed[key]
         self.gone.add(key)
 
-    @stateful.rule(step=STEPS, loss=st.none() | st.floats(0, 10), share=st.booleans())
-    def begin_save(self, step, loss, share):
+    @stateful.rule(steps=st.lists(STEPS, min_size=1, max_size=4, unique=True), share=st.booleans())
+    def saves(self, steps, share):
+        for step in steps:
+            self.begin_save(step, float(step), share, later=False)
+
+    @stateful.rule(step=STEPS, loss=st.none() | st.floats(0, 10))
+    def begin_one(self, step, loss):
+        self.begin_save(step, loss, share=False, later=True)
+
+    def begin_save(self, step, loss, share, *, later):
         key = CheckpointKey(step, self.attempt)
         if key in self.committed or key in self.gone or key in self.pending:
             return
@@ -63,7 +71,7 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
         # A save may refer to the newest committed checkpoint's bytes, and holds it meanwhile; here it commits at once.
         base = lineage[0] if share and lineage else None
         self.pending[key] = persist(self.repository, key, base=base, metrics=metrics), metrics
-        if base is not None:
+        if not later:
             self.commit(key)
 
     @stateful.precondition(lambda self: self.pending)
@@ -85,9 +93,9 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
             self.committed[key] = metrics
 
     @stateful.precondition(lambda self: self.committed)
-    @stateful.rule(data=st.data(), scratch=st.booleans())
+    @stateful.rule(data=st.data(), scratch=st.integers(0, 4))
     def restart(self, data, scratch):
-        parent = None if scratch else data.draw(st.sampled_from(sorted(self.committed)))
+        parent = None if scratch == 4 else data.draw(st.sampled_from(sorted(self.committed)))
         made = self.repository.start_attempt(parent=parent, now=0.0)
         assert made.attempt == self.attempt + 1
         self.parents[made.attempt] = parent
@@ -166,7 +174,7 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
         self.holds.close()
 
 
-RepositoryMachine.TestCase.settings = hypothesis.settings(max_examples=40, stateful_step_count=25)
+RepositoryMachine.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=20)
 
 
 class TestRepository(RepositoryMachine.TestCase):

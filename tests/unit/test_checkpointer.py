@@ -393,6 +393,7 @@ def test_a_failed_save_does_not_stop_training(tmp_path: Path, caplog: pytest.Log
     assert any("step 3 saved" in line for line in said)
 
 
+@pytest.mark.leaves_agent  # it keeps in memory what the disk refused
 def test_failures_in_a_row_are_raised(tmp_path: Path) -> None:
     """After ``max_failures`` in a row the next save raises the last one."""
     run = tmp_path / "run"

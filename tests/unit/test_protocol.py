@@ -282,6 +282,16 @@ def test_bye_without_drain_loses_nothing():
     assert agent.one(p.Exit).reason == "idle"
 
 
+def test_agent_of_its_own_stays():
+    """An agent that is never idle (a unit of its own) outlives the last trainer's bye."""
+    agent = Agent(idle_s=float("inf"))
+    agent.trainer()
+    agent.feed(p.ByeSaid(conn=TRAINER, request=8))
+    agent.feed(p.ConnectionClosed(conn=TRAINER))
+    assert agent.state.phase is p.Phase.SERVING
+    assert p.next_tick_at(agent.state) == float("inf")
+
+
 def test_idle_end_is_called_off_by_a_trainer():
     """A trainer that comes back while the idle agent drains keeps it alive."""
     agent = Agent(idle_s=1.0)

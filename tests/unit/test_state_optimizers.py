@@ -180,7 +180,11 @@ def test_state_tensors_are_called_after_their_parameters():
     model = Small()
     collected = StateCollector().collect({"model": model, "optim": adam(model)})
     late = {leaf.spec.name: leaf.late for leaf in collected.leaves if leaf.spec.group == "optim"}
-    expected = {f"optim.state.model.{name}.{key}": key != "step" for name, _ in model.named_parameters() for key in ("step", "exp_avg", "exp_avg_sq")}
+    expected = {
+        f"optim.state.model.{name}.{key}": key != "step"
+        for name, _ in model.named_parameters()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
     assert late == expected
 
 
@@ -205,7 +209,9 @@ def test_frozen_parameters_get_no_entry(optimizer):
     other = Small()
     two = optimizer(other.parameters(), lr=0.1)
     restore_into({"model": other, "optim": two}, reader)
-    assert {id(parameter) for parameter in two.state} == {id(b) for a, b in zip(model.parameters(), other.parameters(), strict=True) if a in one.state}
+    assert {id(parameter) for parameter in two.state} == {
+        id(b) for a, b in zip(model.parameters(), other.parameters(), strict=True) if a in one.state
+    }
     assert other.a.weight not in two.state
 
 
@@ -224,7 +230,7 @@ def test_existing_state_is_filled_in_place():
     model = Small()
     optimizer = adam(model)
     reader = saved({"model": model, "optim": optimizer})
-    before = {key: tensor for key, tensor in optimizer.state[model.a.weight].items()}
+    before = dict(optimizer.state[model.a.weight])
     kept = {key: tensor.clone() for key, tensor in before.items()}
     train(model, optimizer, 2, 5)
     restore_into({"model": model, "optim": optimizer}, reader)
@@ -236,12 +242,17 @@ def test_existing_state_is_filled_in_place():
 def test_groups_are_matched_by_names():
     """Groups in another order take the hyperparameters of the saved group with their names; how to compute stays the target's choice."""
     model = Small()
-    one = torch.optim.AdamW([{"params": model.a.parameters(), "lr": 0.5}, {"params": model.b.parameters(), "lr": 0.25, "betas": (0.5, 0.75)}], foreach=True)
+    one = torch.optim.AdamW(
+        [{"params": model.a.parameters(), "lr": 0.5}, {"params": model.b.parameters(), "lr": 0.25, "betas": (0.5, 0.75)}], foreach=True
+    )
     reader = saved({"model": model, "optim": one})
     other = Small()
     two = torch.optim.AdamW([{"params": other.b.parameters()}, {"params": other.a.parameters()}], foreach=False)
     restore_into({"model": other, "optim": two}, reader)
-    assert [(group["lr"], group["betas"], group["foreach"]) for group in two.param_groups] == [(0.25, (0.5, 0.75), False), (0.5, (0.9, 0.999), False)]
+    assert [(group["lr"], group["betas"], group["foreach"]) for group in two.param_groups] == [
+        (0.25, (0.5, 0.75), False),
+        (0.5, (0.9, 0.999), False),
+    ]
 
 
 def test_changed_grouping_takes_the_group_with_most_names():
@@ -361,7 +372,9 @@ class Wrapped(torch.optim.Optimizer):
 def test_unfenced_optimizers_are_told():
     """Optimizers that do not run torch's step hooks are listed by path; wrappers around one that does are not."""
     model = Small()
-    collected = StateCollector().collect({"m": model, "a": {"x": Unhooked(model.parameters())}, "b": Wrapped(torch.optim.SGD(model.parameters()))})
+    collected = StateCollector().collect(
+        {"m": model, "a": {"x": Unhooked(model.parameters())}, "b": Wrapped(torch.optim.SGD(model.parameters()))}
+    )
     assert list(collected.unfenced) == ["a.x"]
     assert [type(one).__name__ for one in collected.optimizers] == ["Unhooked", "SGD"]
 
@@ -530,7 +543,9 @@ def test_load_gives_optimizer_state_by_names():
     assert (group["lr"], group["betas"]) == (0.5, (0.9, 0.999))
 
 
-@pytest.mark.parametrize(("pattern", "restored"), [("optim.state.model.a.*", {"a.weight", "a.bias"}), ("optim.*", {"a.weight", "a.bias", "b.weight", "b.bias"})])
+@pytest.mark.parametrize(
+    ("pattern", "restored"), [("optim.state.model.a.*", {"a.weight", "a.bias"}), ("optim.*", {"a.weight", "a.bias", "b.weight", "b.bias"})]
+)
 def test_include_chooses_parameters_of_an_optimizer(pattern, restored):
     """Patterns choose which parameters' states are restored; the rest of the state is not touched."""
     model, other = Small(), Small()

@@ -118,7 +118,7 @@ def test_leaving_early(error):
         while True:
             yield 1, lambda: begun.append(1)
 
-    with Transfer(threads=1, budget_nbytes=3) as transfer:
+    with Transfer(threads=2, budget_nbytes=3) as transfer:
         results = transfer.results(jobs())
         next(results)
         threading.Timer(0.01, release.set).start()

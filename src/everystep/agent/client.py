@@ -32,6 +32,7 @@ from everystep.policy import Cadence, Keep
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer", bound=messages.Message)
 _PROBE_TIMEOUT_S = 2.0
+_END_TIMEOUT_S = 5.0
 _DRAIN_EXTRA_S = 10.0
 
 
@@ -288,10 +289,15 @@ class AgentClient:
             if self._closing:
                 return
             self._closing = True
+        ending: int | None = None
         if bye and self._alive:
             with contextlib.suppress(AgentError):  # it is gone: as good
-                self._ask(messages.Bye(), messages.Done)
+                ending = self._said_bye()
         self._channel.shut()
+        if ending is not None:
+            # It still records its statistics: the caller may want to move or delete the run's folder next.
+            select.select([ending], [], [], _END_TIMEOUT_S)
+            os.close(ending)
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=self._timeout_s)
         if self._wait_closed is not None:
@@ -300,6 +306,18 @@ class AgentClient:
             mapping.close()
         self._mappings.clear()
         _clients.discard(self)
+
+    def _said_bye(self) -> int | None:
+        """A descriptor that becomes readable when the agent's process has ended; None when it does not end now, or is this process."""
+        pid = self.welcome.pid
+        try:
+            process = os.pidfd_open(pid) if pid != self._pid else None
+        except OSError:
+            process = None
+        if self._ask(messages.Bye(), messages.Done).ending or process is None:
+            return process
+        os.close(process)
+        return None
 
     # -- requests ----------------------------------------------------------------------------------------------------------------
     def _ask(self, message: messages.Message, answer: type[_Answer], *, timeout_s: float | None = None) -> _Answer:

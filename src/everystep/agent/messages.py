@@ -197,9 +197,13 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """Yes. ``note`` is a warning for the trainer's log, such as that fewer slabs fit than are wanted."""
+    """Yes. ``note`` is a warning for the trainer's log, such as that fewer slabs fit than are wanted.
+
+    ``ending`` answers a Bye: the agent ends as soon as this connection is closed.
+    """
 
     note: str = ""
+    ending: bool = False
 
 
 class Failed(Message, frozen=True, kw_only=True):

@@ -85,7 +85,8 @@ class AgentServer:
         repository: Where to persist.
         run_url: As the trainer named it, absolute.
         run_id: Who asks for another one is refused.
-        idle_s: Ends by itself after this time without a trainer.
+        idle_s: Ends by itself after this time without a trainer; infinite: never.
+        own_idle_s: Whether ``idle_s`` stands whatever a trainer asks for.
         room: Measures the memory there is for more slabs.
     """
 
@@ -96,6 +97,7 @@ class AgentServer:
         run_url: str,
         run_id: str,
         idle_s: float,
+        own_idle_s: bool = False,
         room: Callable[[], Room] = memory_room,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,6 +106,7 @@ class AgentServer:
         self.run_id = run_id
         self.stats = AgentStats()
         self.end_reason = ""
+        self._idle_s = idle_s if own_idle_s else None
         self._room = room
         self._clock = clock
         self._lock = threading.RLock()
@@ -249,7 +252,8 @@ class AgentServer:
         with self._lock:
             self._feed(protocol.Configured(
                 conn=connection.number, request=message.id, attempt=message.attempt, newest_attempt=newest,
-                persist_when_idle=message.cadence_disk is None, budget=message.memory_budget, idle_s=message.idle_s,
+                persist_when_idle=message.cadence_disk is None, budget=message.memory_budget,
+                idle_s=message.idle_s if self._idle_s is None else self._idle_s,
             ))  # fmt: skip
             peer = self._state.peers.get(connection.number)
             accepted = peer is not None and peer.attempt == message.attempt
@@ -374,7 +378,7 @@ class AgentServer:
     def _do_accept(self, action: protocol.Accept) -> None:
         connection = self._connections.get(action.conn)
         if connection is None or connection.welcomed:
-            self._tell(action.conn, messages.Done(id=action.request, note=action.note))
+            self._tell(action.conn, messages.Done(id=action.request, note=action.note, ending=action.ending))
             return
         connection.welcomed = True
         others = tuple(peer.pid for conn, peer in self._state.peers.items() if peer.role == "trainer" and conn != action.conn)

@@ -58,7 +58,7 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
         signal.signal(number, lambda *_: news.put("signal"))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with place.listen() as listener:
-        server = AgentServer(repository, run_url=run_url, run_id=repository.run_id, idle_s=idle_s)
+        server = AgentServer(repository, run_url=run_url, run_id=repository.run_id, idle_s=idle_s, own_idle_s=foreground)
         server.on_end(lambda: news.put("end"))
         threading.Thread(target=_accept, args=(listener, server), name="everystep-accept", daemon=True).start()
         if ready_fd is not None:

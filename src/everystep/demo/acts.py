@@ -19,6 +19,9 @@ from everystep.demo.watch import Child, Event, agent_of, kill_process, runs_belo
 class DemoFailedError(Exception):
     """A process of the demo ended in a way that the demo did not plan; the message is one line."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:

@@ -311,7 +311,8 @@ class Repository:
         if newest > key.attempt:
             raise ConflictError(
                 f"attempt {key.attempt} of run {self.store.url!r} cannot commit step {key.step}: attempt {newest} has started since",
-                step=key.step, key=str(key), kind="superseded-attempt", hint="another trainer took over this run: stop this one, or give it another path",
+                step=key.step, key=str(key), kind="superseded-attempt",
+                hint="another trainer took over this run: stop this one, or give it another path",
             )  # fmt: skip
 
     def _was_forgotten(self, key: CheckpointKey) -> ConflictError:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import secrets
@@ -239,11 +240,11 @@ class LocalStore:
     # -- keys ------------------------------------------------------------------------------------------------
     def _file(self, key: str, *, temporary: bool = False) -> str:
         parts = key.split("/")
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        if "" in parts or "." in parts or ".." in parts or "\0" in key:
             raise ConfigError(f"{key!r} is not a key: keys are names joined by single slashes", key=key, kind="bad-key")
-        if not temporary and any(part.startswith(TEMPORARY) for part in parts):
+        if not temporary and f"/{TEMPORARY}" in f"/{key}":
             raise ConfigError(f"{key!r} is not a key: names that begin with {TEMPORARY!r} are temporary files", key=key, kind="bad-key")
-        return "/".join((self.path.rstrip("/"), *parts))
+        return f"{self.path.rstrip('/')}/{key}"
 
     def _folder(self, prefix: str) -> str:
         if prefix and not prefix.endswith("/"):
@@ -321,7 +322,8 @@ class LocalStore:
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int, float]]:
         """(key, nbytes, modified at) of every file below, sorted by key. One that vanishes meanwhile is left out."""
-        entries = self._entries(self._folder(prefix), prefix)
+        folder = self._folder(prefix)
+        entries = self._entries(folder, prefix)
         for entry in sorted(entries, key=lambda e: e.name + "/" if e.is_folder else e.name):
             key = prefix + entry.name
             if entry.is_folder:
@@ -329,7 +331,7 @@ class LocalStore:
                     yield from self._walk(key + "/")
             elif entry.is_file:
                 try:
-                    found = self._do("list", key, lambda key=key: self._disk.stat(self._file(key, temporary=True)))  # type: ignore[misc]
+                    found = self._do("list", key, functools.partial(self._disk.stat, f"{folder}/{entry.name}"))
                 except NotFoundError:
                     continue
                 yield key, found.nbytes, found.modified_at

@@ -1,10 +1,10 @@
 """A state -> its tensors and plain values, quickly when it is the same state again.
 
-Theory of operation. What is in modules and optimizers is *static*: remembered with the dictionaries it came from, and taken again when these hold the
-same objects under the same keys (compared by identity, in a few passes that run in C) and no tensor's storage has moved. Everything else is
-*dynamic*: asked for each time (objects' ``state_dict``, plain data, hyperparameters), and compared with last time's. While nothing changed the very same list of leaves is
-returned, so that whoever holds views or addresses of them need not make them again. Objects that hand out new small tensors each time (random
-number generators) have them copied into a tensor of ours, whose leaf stays.
+Theory of operation. What is in modules and optimizers is *static*: remembered with the dictionaries it came from, and taken again when
+these hold the same objects under the same keys (compared by identity, in a few passes that run in C) and no tensor's storage has moved.
+Everything else is *dynamic*: asked for each time (objects' ``state_dict``, plain data, hyperparameters), and compared with last time's.
+While nothing changed the very same list of leaves is returned, so that whoever holds views or addresses of them need not make them again.
+Objects that hand out new small tensors each time (random number generators) have them copied into a tensor of ours, whose leaf stays.
 """
 
 from __future__ import annotations
@@ -155,7 +155,12 @@ class StateCollector:
             if not isinstance(node, OptimizerNode):
                 continue
             entries = self._optimizers.get(node.keys)
-            if entries is None or entries.given is not node.optimizer or not entries.unchanged() or any(loose.get(key, name) != name for key, name in entries.by_data.items()):
+            if (
+                entries is None
+                or entries.given is not node.optimizer
+                or not entries.unchanged()
+                or any(loose.get(key, name) != name for key, name in entries.by_data.items())
+            ):
                 entries = OptimizerEntries(node.optimizer, node.keys, dotted(node.keys), {**self._spare_names, **loose, **self._names})
                 entries.by_data = {key: name for key, name in entries.named.items() if key not in self._names}
             optimizers[node.keys] = entries
@@ -172,7 +177,9 @@ class StateCollector:
         self._optimizers = optimizers
         self._mark_late(found, optimizers)
 
-    def _mark_late(self, found: dict[tuple[object, ...], tuple[list[Found], list[Found]]], optimizers: Mapping[tuple[object, ...], OptimizerEntries]) -> None:
+    def _mark_late(
+        self, found: dict[tuple[object, ...], tuple[list[Found], list[Found]]], optimizers: Mapping[tuple[object, ...], OptimizerEntries]
+    ) -> None:
         """Tensors of plain data that an optimizer steps are copied late, like parameters."""
         stepped = [entries.named for entries in optimizers.values()]
         for _, dynamic in found.values():
@@ -185,7 +192,11 @@ class StateCollector:
     def _again(self, walk: _Walk) -> _Merged | None:
         """The last walk's leaves, brought up to date, when only contents of dynamic tensors differ."""
         last = self._merged
-        if last is None or len(last.static) != len(walk.blocks) or any(a is not b for a, (b, _) in zip(last.static, walk.blocks, strict=True)):
+        if (
+            last is None
+            or len(last.static) != len(walk.blocks)
+            or any(a is not b for a, (b, _) in zip(last.static, walk.blocks, strict=True))
+        ):
             return None
         if not last.storages.unchanged():
             return None
@@ -226,7 +237,12 @@ class StateCollector:
             for is_dynamic, one in [*((False, one) for one in static), *((True, one) for one in several)]:
                 other = where.setdefault(one.name, one)
                 if other is not one:
-                    raise StateError(f"{way(other.keys)} and {way(one.keys)} have the same name {one.name!r}", key=one.name, kind="names", hint="rename one of them")
+                    raise StateError(
+                        f"{way(other.keys)} and {way(one.keys)} have the same name {one.name!r}",
+                        key=one.name,
+                        kind="names",
+                        hint="rename one of them",
+                    )
                 key = identity(one.tensor)
                 tied = stored.setdefault(key, one.name)
                 if tied == one.name:
@@ -242,7 +258,12 @@ class StateCollector:
         index: dict[str, int] = {}
         for name, one in chosen.items():
             leaf, before = Leaf(spec_of(one), one.tensor, late[name]), old.get(name)
-            same = before is not None and before.tensor is one.tensor and id(one.tensor) not in moved and (before.spec, before.late) == (leaf.spec, leaf.late)
+            same = (
+                before is not None
+                and before.tensor is one.tensor
+                and id(one.tensor) not in moved
+                and (before.spec, before.late) == (leaf.spec, leaf.late)
+            )
             index[name] = len(leaves)
             leaves.append(before if same and before is not None else leaf)
         for entry in dynamic:
@@ -262,13 +283,17 @@ class StateCollector:
         children = [self._document(child, walk) for _, child in node.children]
         if node.kind == "dict":
             children = [
-                b"[%b,%b]" % (values.encode(key, path=dotted(node.keys)), child) for (key, _), child in zip(node.children, children, strict=True)
+                b"[%b,%b]" % (values.encode(key, path=dotted(node.keys)), child)
+                for (key, _), child in zip(node.children, children, strict=True)
             ]
         return b'{"%b":[%b]}' % (node.kind.encode(), b",".join(children))
 
 
 def names_of(modules: Iterable[ModuleEntries]) -> tuple[dict[int, str], dict[int, str]]:
-    """Full names by identity of the tensors in modules; the second for parameters of modules whose own ``state_dict`` may call them otherwise or leave them out."""
+    """Full names by identity of the tensors in modules.
+
+    The second for parameters of modules whose own ``state_dict`` may call them otherwise or leave them out.
+    """
     names: dict[int, str] = {}
     spare: dict[int, str] = {}
     for entries in modules:
@@ -281,7 +306,10 @@ def names_of(modules: Iterable[ModuleEntries]) -> tuple[dict[int, str], dict[int
 
 
 def _replace(before: _Dynamic, now: Found, leaf: Leaf) -> dict[int, Leaf]:
-    """The leaf for new contents under an old name: small eager ones on the host are copied into a tensor of ours, so that the leaf can stay."""
+    """The leaf for new contents under an old name.
+
+    Small eager ones on the host are copied into a tensor of ours, so that the leaf can stay.
+    """
     if now.late or now.tensor.device.type != "cpu" or now.tensor.numel() * now.tensor.element_size() > _OWNED_NBYTES:
         return {before.leaf: dataclasses.replace(leaf, tensor=now.tensor)}
     with torch.no_grad():
@@ -296,21 +324,29 @@ def _check_prefixes(root: BranchNode, nodes: Sequence[Node]) -> None:
     """Names of a module or optimizer must not be mixed with another entry's whose key has dots in it."""
     for node in nodes:
         if not isinstance(node, DataNode) and not all(map(str, node.keys)):
-            raise StateError(f"{way(node.keys)} has an empty key, so it has no name", key=dotted(node.keys), kind="names", hint="use non-empty keys")
+            raise StateError(
+                f"{way(node.keys)} has an empty key, so it has no name", key=dotted(node.keys), kind="names", hint="use non-empty keys"
+            )
     paths = {dotted(node.keys): node for node in nodes}
     if len(paths) < len(nodes):
         by_path: dict[str, Node] = {}
         for node in nodes:
             other = by_path.setdefault(dotted(node.keys), node)
             if other is not node:
-                raise StateError(f"{way(other.keys)} and {way(node.keys)} have the same name {dotted(node.keys)!r}", key=dotted(node.keys), kind="names",
-                                 hint="rename one of them")  # fmt: skip
+                raise StateError(
+                    f"{way(other.keys)} and {way(node.keys)} have the same name {dotted(node.keys)!r}",
+                    key=dotted(node.keys),
+                    kind="names",
+                    hint="rename one of them",
+                )
     for path, node in paths.items():
         at = path.find(".")
         while at >= 0:
             outer = paths.get(path[:at])
             if outer is not None and not isinstance(outer, DataNode):
-                raise StateError(f"{way(node.keys)} would be named inside {way(outer.keys)}: {path!r}", key=path, kind="names", hint="rename one of them")
+                raise StateError(
+                    f"{way(node.keys)} would be named inside {way(outer.keys)}: {path!r}", key=path, kind="names", hint="rename one of them"
+                )
             at = path.find(".", at + 1)
 
 
@@ -318,4 +354,6 @@ def _check_groups(leaves: Sequence[Leaf]) -> None:
     """Top-level keys name files."""
     for group in {leaf.spec.group for leaf in leaves}:
         if "/" in group or "\0" in group or group in {".", ".."}:
-            raise StateError(f"top-level key {group!r} holds tensors but cannot name a file", key=group, kind="names", hint="leave '/' out of it")
+            raise StateError(
+                f"top-level key {group!r} holds tensors but cannot name a file", key=group, kind="names", hint="leave '/' out of it"
+            )

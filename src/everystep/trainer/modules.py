@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 (where a module keeps its tensors has no public name that is fast enough)
 """Modules: what their tensors are called without wrappers, and where each one is, so that a second look is cheap."""
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _EXTRA = "_extra_state"
 
 
 def unwrap(module: nn.Module) -> tuple[nn.Module, str]:
-    """The module inside wrappers that only add a prefix to names, and that prefix: data parallel, torch.compile, activation checkpointing."""
+    """The module inside wrappers that only add a prefix to names, and that prefix.
+
+    These are data parallel, torch.compile and activation checkpointing.
+    """
     prefix = ""
     while True:
         name = _wrapped_name(module)
@@ -105,8 +109,12 @@ class ModuleEntries:
         self._visited.append(inner)
         cls = type(inner)
         if any(base.__name__ == "FullyShardedDataParallel" for base in cls.__mro__):
-            raise StateError(f"module {clean or self.path!r} is sharded by FSDP, which is not supported by this version yet", key=self.path, kind="sharded",
-                             hint="save from a model that is whole in one process")  # fmt: skip
+            raise StateError(
+                f"module {clean or self.path!r} is sharded by FSDP, which is not supported by this version yet",
+                key=self.path,
+                kind="sharded",
+                hint="save from a model that is whole in one process",
+            )
         if not _is_plain(inner):
             self.by_method = True
         for name, parameter in inner._parameters.items():
@@ -150,8 +158,12 @@ class ModuleEntries:
         for key, value in given.items():
             name = self.called(key)
             if name in named:
-                raise StateError(f"module {self.path!r}: entries {named[name][0]!r} and {key!r} of its state_dict have the same name", key=self.path, kind="names",
-                                 hint="rename one of them")  # fmt: skip
+                raise StateError(
+                    f"module {self.path!r}: entries {named[name][0]!r} and {key!r} of its state_dict have the same name",
+                    key=self.path,
+                    kind="names",
+                    hint="rename one of them",
+                )
             named[name] = key, value
         return named
 
@@ -186,9 +198,10 @@ _shape = operator.attrgetter("shape")
 
 
 class Storages:
-    """Where the memory of tensors is, to notice ``.data = other``: addresses, and the sizes and (from two dimensions on) shapes of modules' tensors.
+    """Where the memory of tensors is, to notice ``.data = other``.
 
-    Looked at without torch's dispatch to subclasses, which makes this two times as fast for parameters; there are only plain tensors here.
+    That is addresses, and of modules' tensors the sizes and (from two dimensions on) the shapes. Looked at without torch's dispatch to
+    subclasses, which makes this two times as fast for parameters; there are only plain tensors here.
     """
 
     def __init__(self, in_modules: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
@@ -203,7 +216,9 @@ class Storages:
 
     def _look(self) -> list[tuple[list[int], list[int], list[Any]]]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [(list(map(_pointer, block)), list(map(_nbytes, sized)), list(map(_shape, shaped))) for block, sized, shaped in self._blocks]
+            return [
+                (list(map(_pointer, block)), list(map(_nbytes, sized)), list(map(_shape, shaped))) for block, sized, shaped in self._blocks
+            ]
 
     def unchanged(self) -> bool:
         """Whether every tensor has the memory it had."""
@@ -211,7 +226,7 @@ class Storages:
 
     def moved(self) -> set[int]:
         """Identities of the tensors that have not."""
-        moved = set()
+        moved: set[int] = set()
         for block, now, seen in zip(self._blocks, self._look(), self._seen, strict=True):
             for tensors, after, before in zip(block, now, seen, strict=True):
                 moved.update(id(tensor) for tensor, a, b in zip(tensors, after, before, strict=True) if a != b)

@@ -17,6 +17,7 @@ from everystep.trainer.rng import Stateful, generator
 from everystep.trainer.tensors import Found, array_tensor, dotted, ref_kind, refused, tell, way
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex})
+_NOTHING = object()
 _SEQUENCES = (list, tuple, collections.deque)
 
 
@@ -73,10 +74,14 @@ def scan(state: Mapping[str, Any]) -> BranchNode:
         StateError: Not a mapping, or a top-level key that is empty or no text.
     """
     if not isinstance(state, Mapping):
-        raise StateError(f"the state is a {type(state).__qualname__}, not a mapping of names to objects", kind="state", hint='pass {"model": model, ...}')
+        raise StateError(
+            f"the state is a {type(state).__qualname__}, not a mapping of names to objects", kind="state", hint='pass {"model": model, ...}'
+        )
     for key in state:
         if not isinstance(key, str) or not key:
-            raise StateError(f"top-level key {key!r} of the state is not a name", key=str(key), kind="names", hint="use non-empty text keys")
+            raise StateError(
+                f"top-level key {key!r} of the state is not a name", key=str(key), kind="names", hint="use non-empty text keys"
+            )
     return BranchNode((), "dict", state, [(key, _node(value, (key,))) for key, value in state.items()])
 
 
@@ -126,7 +131,9 @@ def _has_objects(container: Any, open_: set[int]) -> bool:
         return False
     open_.add(id(container))
     found = any(
-        _has_objects(item, open_) if isinstance(item, (Mapping, list, tuple)) and _object(item, ()) is None else _object(item, ()) is not None
+        _has_objects(item, open_)
+        if isinstance(item, (Mapping, list, tuple)) and _object(item, ()) is None
+        else _object(item, ()) is not None
         for item in items
     )
     open_.discard(id(container))
@@ -168,20 +175,22 @@ def _tensors_in(value: Any, keys: tuple[object, ...], open_: set[int]) -> Iterat
     open_.discard(id(value))
 
 
-def encode_data(value: Any, keys: tuple[object, ...], into: list[Found], is_late: Callable[[str, torch.Tensor], bool] | None = None) -> bytes:
+def encode_data(
+    value: Any, keys: tuple[object, ...], into: list[Found], is_late: Callable[[str, torch.Tensor], bool] | None = None
+) -> bytes:
     """Typed JSON of plain data; its tensors are appended to ``into`` and stand in it by name."""
     waiting = _tensors_in(value, keys, set())
 
     def convert(item: object, path: str) -> object | None:
         if not isinstance(item, (torch.Tensor, np.ndarray)):
             return tell(item)
-        expected, at = next(waiting, (None, ()))
+        expected, at = next(waiting, (_NOTHING, ()))
         if expected is not item:
             raise refused(path, "is where tensors have no stable name (in a set, or as a key)", "keep tensors in mappings, lists or tuples")
         name = dotted(at)
         if not all(map(str, at)):
             raise StateError(f"{way(at)} has an empty key, so its tensor has no name", key=name, kind="names", hint="use non-empty keys")
-        tensor = array_tensor(item, name) if isinstance(item, np.ndarray) else item
+        tensor: torch.Tensor = array_tensor(item, name) if isinstance(item, np.ndarray) else item
         into.append(Found(name, tensor, bool(is_late and is_late(str(at[-1]), tensor)), at))
         return values.Ref(name, ref_kind(item))
 

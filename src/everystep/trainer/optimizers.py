@@ -2,9 +2,9 @@
 
 An optimizer's part of the values is ``{"groups": [{"values": hyperparameters, "params": [name, ...]}], "flat": [...], "loose": [...],
 "others": [...], "extra": {...}}``. ``flat`` describes the usual case, a dictionary of tensors and numbers for each parameter, for all
-parameters of one form at once: the form's keys, the parameters (as runs of positions in the groups' names), the numbers in columns. The tensors
-are called ``<optimizer>.state.<parameter>.<key>``. ``loose`` are states with lists or dictionaries in them (LBFGS), ``others`` states kept
-under something that is no parameter, ``extra`` what a subclass adds in a ``state_dict`` of its own.
+parameters of one form at once: the form's keys, the parameters (as runs of positions in the groups' names), the numbers in columns. The
+tensors are called ``<optimizer>.state.<parameter>.<key>``. ``loose`` are states with lists or dictionaries in them (LBFGS), ``others``
+states kept under something that is no parameter, ``extra`` what a subclass adds in a ``state_dict`` of its own.
 """
 
 from __future__ import annotations
@@ -68,11 +68,19 @@ def parameter_names(optimizer: Any, path: str, names: Mapping[int, str]) -> list
             name = names.get(id(parameter)) or (given[index] if given else None)
             if name is None:
                 raise StateError(
-                    f"optimizer {path!r}: parameter {index} of group {number}, of shape {tuple(parameter.shape)}, is in no module of the state, so it has no name",
-                    key=path, kind="unnamed-parameter", hint="put the module that owns it into the state too",
-                )  # fmt: skip
+                    f"optimizer {path!r}: parameter {index} of group {number}, of shape {tuple(parameter.shape)}, "
+                    "is in no module of the state, so it has no name",
+                    key=path,
+                    kind="unnamed-parameter",
+                    hint="put the module that owns it into the state too",
+                )
             if found.setdefault(name, id(parameter)) != id(parameter):
-                raise StateError(f"optimizer {path!r} has two parameters called {name!r}", key=path, kind="names", hint="put the modules that own them into the state")
+                raise StateError(
+                    f"optimizer {path!r} has two parameters called {name!r}",
+                    key=path,
+                    kind="names",
+                    hint="put the modules that own them into the state",
+                )
             named.append(name)
         groups.append(named)
     return groups
@@ -112,8 +120,12 @@ class OptimizerEntries:
         self.path = path
         self.optimizer = innermost(given)
         if not hasattr(self.optimizer, "state") or not isinstance(self.optimizer.state, Mapping):
-            raise StateError(f"{path!r} is a {type(given).__qualname__}, an optimizer that does not show its state by parameter", key=path, kind="optimizer",
-                             hint="put the torch optimizer inside it into the state")  # fmt: skip
+            raise StateError(
+                f"{path!r} is a {type(given).__qualname__}, an optimizer that does not show its state by parameter",
+                key=path,
+                kind="optimizer",
+                hint="put the torch optimizer inside it into the state",
+            )
         self.groups = parameter_names(self.optimizer, path, names)
         self.encoded_groups = [values.encode(group) for group in self.groups]
         ids = (id(parameter) for group in self.optimizer.param_groups for parameter in group["params"])
@@ -137,8 +149,13 @@ class OptimizerEntries:
                 continue
             name = self.named.get(id(parameter)) or names.get(id(parameter))
             if name is None:
-                raise StateError(f"optimizer {path!r} holds state of a tensor of shape {tuple(parameter.shape)} that is in none of its groups and not in the state",
-                                 key=path, kind="unnamed-parameter", hint="put the module that owns it into the state too")  # fmt: skip
+                raise StateError(
+                    f"optimizer {path!r} holds state of a tensor of shape {tuple(parameter.shape)} "
+                    "that is in none of its groups and not in the state",
+                    key=path,
+                    kind="unnamed-parameter",
+                    hint="put the module that owns it into the state too",
+                )
             if name not in place or not is_flat(entry):
                 self.loose.append((name, entry))
                 scalars.update(range(at, at + size))
@@ -184,7 +201,13 @@ class OptimizerEntries:
         changed = {index for index, (before, after) in enumerate(zip(seen[4], now[4], strict=True)) if before != after}
         if not changed <= self._scalars:
             return False
-        if any(not isinstance(entry[key], _NUMBERS) for _, form, members in self._encoded_forms for key, device in form if not device for _, entry in members):
+        if any(
+            not isinstance(entry[key], _NUMBERS)
+            for _, form, members in self._encoded_forms
+            for key, device in form
+            if not device
+            for _, entry in members
+        ):
             return False
         self._seen = now
         return True

@@ -1,74 +1,62 @@
 """A checkpoint -> the state's objects, in place; everything is checked before the first byte changes.
 
-Theory of operation. The state is walked as for a save; each node says which stored tensors it wants where (``fill``) and what is to be done once
-they are there (``later``: in the order modules, optimizers, plain data, stateful objects, random number generators). Names that nobody claims are
-unexpected, wanted ones that are not stored are missing. Only when all nodes have been asked and nothing speaks against it are bytes read.
+Theory of operation. The state is walked as for a save; each node says which stored tensors it wants where (``fill``) and what is to be
+done once they are there (``later``: in the order modules, optimizers, plain data, stateful objects, random number generators). Names that
+nobody claims are unexpected, wanted ones that are not stored are missing. Only when all nodes have been asked and nothing speaks against
+it are bytes read.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
-from everystep import values
-from everystep.errors import CorruptionError, LayoutError
+from everystep.errors import LayoutError
 from everystep.trainer.collect import names_of
 from everystep.trainer.modules import ModuleEntries
 from everystep.trainer.nodes import BranchNode, DataNode, ModuleNode, Node, OptimizerNode, StatefulNode, has_tensors, leaves_of, scan
 from everystep.trainer.optimizers import innermost
 from everystep.trainer.restore_data import SAME, DataTarget, is_same
 from everystep.trainer.restore_optimizer import OptimizerTarget, SavedOptimizer
-from everystep.trainer.restoring import Phase, Restore, TensorReader, RestoreReport, as_refs, told_refs
+from everystep.trainer.restoring import Phase, Restore, RestoreReport, TensorReader, as_refs, document_of, kind_of, told_refs
 from everystep.trainer.tensors import DTYPES, WORDS, dotted, identity
 
-
-# -- the document ---------------------------------------------------------------------------------------------------------
-
-
-def _document(reader: TensorReader) -> dict[str, Any]:
-    try:
-        told = msgspec.json.decode(reader.values)["state"]
-        if len(told) != 1 or "dict" not in told:
-            raise KeyError("dict")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptionError(f"step {reader.step}: its values are not those of a state ({error})", step=reader.step, kind="values",
-                              hint="take another copy or an older step") from None  # fmt: skip
-    document: dict[str, Any] = told
-    return document
-
-
-def _kind(told: Mapping[str, Any]) -> tuple[str, Any]:
-    if not isinstance(told, Mapping) or len(told) != 1:
-        raise CorruptionError("a checkpoint's values hold an entry of no known kind", kind="values", hint="take another copy or an older step")
-    return next(iter(told.items()))
-
-
-_WORDS = {"module": "a module", "optimizer": "an optimizer", "stateful": "an object with a state_dict", "value": "plain data", "dict": "a mapping of objects",
-          "list": "a list of objects", "tuple": "a tuple of objects"}  # fmt: skip
+_WORDS = {
+    "module": "a module",
+    "optimizer": "an optimizer",
+    "stateful": "an object with a state_dict",
+    "value": "plain data",
+    "dict": "a mapping of objects",
+    "list": "a list of objects",
+    "tuple": "a tuple of objects",
+}
 
 
 # -- restoring into a state -------------------------------------------------------------------------------------------------
 
 
-def restore_into(state: Mapping[str, Any], reader: TensorReader, *, strict: bool = True, include: Sequence[str] | None = None, cast: bool = False) -> RestoreReport:
+def restore_into(
+    state: Mapping[str, Any], reader: TensorReader, *, strict: bool = True, include: Sequence[str] | None = None, cast: bool = False
+) -> RestoreReport:
     """Fill the state's objects in place from a checkpoint. Everything is checked (names, shapes, dtypes) before the first byte is changed.
 
-    Tensors are filled in place: parameters, buffers, an optimizer's state, tensors in plain data. Objects get their state by ``load_state_dict``:
-    modules' extra state first, then optimizers, plain data, other objects, and random number generators last. Plain values and arrays take the saved ones' places in the mapping that
-    holds them (an array of the same shape and dtype is filled in place; a mapping without tensors gets the saved keys, no others). Hyperparameters that a scheduler's ``load_state_dict`` sets are put back to the optimizer's saved ones.
+    Tensors are filled in place: parameters, buffers, an optimizer's state, tensors in plain data. Objects get their state by
+    ``load_state_dict``: modules' extra state first, then optimizers, plain data, other objects, and random number generators last. Plain
+    values and arrays take the saved ones' places in the mapping that holds them (an array of the same shape and dtype is filled in place;
+    a mapping without tensors gets the saved keys, no others). Hyperparameters that a scheduler's ``load_state_dict`` sets are put back to
+    the optimizer's saved ones.
 
-    An optimizer's state goes by the names of its parameters, whatever their order and grouping; a group takes the hyperparameters of the saved group with
-    the same names, or, where the grouping changed, of the one that shares most names with it. ``foreach``, ``fused``, ``capturable`` and ``differentiable`` stay as they are.
+    An optimizer's state goes by the names of its parameters, whatever their order and grouping; a group takes the hyperparameters of the
+    saved group with the same names, or, where the grouping changed, of the one that shares most names with it. ``foreach``, ``fused``,
+    ``capturable`` and ``differentiable`` stay as they are.
 
     Args:
         state: As for a save.
         reader: The checkpoint.
         strict: Names that only one side has are an error; else they are reported.
-        include: Patterns as in ``fnmatch`` over full names of tensors and paths of values and objects; the rest of the state is not touched.
+        include: Patterns as in ``fnmatch`` over full names of tensors and paths of values and objects; the rest is not touched.
         cast: Convert dtypes that differ.
 
     Raises:
@@ -78,7 +66,7 @@ def restore_into(state: Mapping[str, Any], reader: TensorReader, *, strict: bool
     root = scan(state)
     job = Restore(reader, strict=strict, include=include, cast=cast)
     targets = _Targets(job, root)
-    targets.visit(root, _document(reader))
+    targets.visit(root, document_of(reader))
     job.check()
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     job.later(Phase.OPTIMIZERS, lambda: saved.extend((group, dict(group)) for group in targets.groups()))
@@ -100,7 +88,9 @@ class _Targets:
 
     def __init__(self, job: Restore, root: BranchNode) -> None:
         self.job = job
-        self.modules = {node.keys: ModuleEntries(node.module, node.keys, dotted(node.keys)) for node in leaves_of(root) if isinstance(node, ModuleNode)}
+        self.modules = {
+            node.keys: ModuleEntries(node.module, node.keys, dotted(node.keys)) for node in leaves_of(root) if isinstance(node, ModuleNode)
+        }
         self.optimizers = [node for node in leaves_of(root) if isinstance(node, OptimizerNode)]
         self.names = self._names(root)
 
@@ -139,7 +129,7 @@ class _Targets:
 
     def visit(self, node: Node, told: Mapping[str, Any]) -> Any:
         """Plan one node from its part of the document; returns what takes the place of plain data, or ``SAME``."""
-        kind, body = _kind(told)
+        kind, body = kind_of(told)
         if isinstance(node, BranchNode):
             self._branch(node, kind, body)
         elif isinstance(node, ModuleNode):
@@ -181,12 +171,15 @@ class _Targets:
             self.job.missing.append(dotted(node.keys))
 
     def superfluous(self, keys: tuple[object, ...], told: Mapping[str, Any]) -> None:
-        """The state has nothing for a part of the document. Its tensors stay unclaimed, and so are told of; what has none is told of here."""
-        kind, body = _kind(told)
+        """The state has nothing for a part of the document.
+
+        Its tensors stay unclaimed, and so are told of; what has none is told of here.
+        """
+        kind, body = kind_of(told)
         path = dotted(keys)
-        if kind in {"stateful", "value"} and not told_refs(body):
-            self.job.unexpected.append(path)
-        elif kind == "optimizer" and not any(name.startswith(path + ".") for name in self.job.reader.tensors):
+        if (kind in {"stateful", "value"} and not told_refs(body)) or (
+            kind == "optimizer" and not any(name.startswith(path + ".") for name in self.job.reader.tensors)
+        ):
             self.job.unexpected.append(path)
         elif kind in {"dict", "list", "tuple"}:
             for key, child in self._children(kind, body).items():
@@ -214,12 +207,15 @@ class _Targets:
         for key, told in saved.items():
             self.superfluous((*node.keys, key), told)
 
-    def _replace(self, container: Any, key: object, child: Node, value: object) -> None:
+    def _replace(self, container: Any, key: Any, child: Node, value: object) -> None:
         """Plain data that could not be filled in place takes the old one's place."""
         if isinstance(container, (MutableMapping, list)):
-            self.job.later(Phase.DATA, lambda: container.__setitem__(key, value))  # type: ignore[index]
+            self.job.later(Phase.DATA, lambda: container.__setitem__(key, value))
         else:
-            self.job.refuse(f"{dotted(child.keys)!r} is a plain value in a {type(container).__qualname__}, where it cannot be replaced; put it into a dict")
+            self.job.refuse(
+                f"{dotted(child.keys)!r} is a plain value in a {type(container).__qualname__}, "
+                "where it cannot be replaced; put it into a dict"
+            )
 
     def _module(self, node: ModuleNode, plain: Mapping[str, Any]) -> None:
         entries, job = self.modules[node.keys], self.job
@@ -260,8 +256,11 @@ class _Targets:
             current = now()
             differs = isinstance(current, torch.Tensor) and (tuple(current.shape), WORDS.get(current.dtype)) != (spec.shape, spec.dtype)
             if differs and job.strict and not job.cast:
-                job.refuse(f"extra state {full!r} is {spec.dtype} {list(spec.shape)} in the checkpoint, {WORDS.get(current.dtype)} {list(current.shape)} in the state"
-                           " (cast=True or strict=False replaces it)")  # fmt: skip
+                job.refuse(
+                    f"extra state {full!r} is {spec.dtype} {list(spec.shape)} in the checkpoint, "
+                    f"{WORDS.get(current.dtype)} {list(current.shape)} in the state"
+                    " (cast=True or strict=False replaces it)"
+                )
                 job.claimed.add(full)
                 return _ABSENT
             device = current.device if isinstance(current, torch.Tensor) else torch.device("cpu")
@@ -273,7 +272,10 @@ class _Targets:
         return _ABSENT
 
     def _module_by_method(self, entries: ModuleEntries, plain: Mapping[str, Any]) -> None:
-        """A module that makes or takes its state dict in its own way: it gets a whole one, of what it has where nothing is to be restored."""
+        """A module that makes or takes its state dict in its own way.
+
+        It gets a whole one, made of what it has where nothing is to be restored.
+        """
         job = self.job
         owned = {id(tensor) for tensor in entries.owned()}
         given: dict[str, Any] = {}
@@ -301,7 +303,9 @@ class _Targets:
                 with torch.no_grad():
                     entries.root.load_state_dict(given)
             except RuntimeError as error:
-                raise LayoutError(f"module {entries.path!r} refused its state: {error}", key=entries.path, kind="load_state_dict") from error
+                raise LayoutError(
+                    f"module {entries.path!r} refused its state: {error}", key=entries.path, kind="load_state_dict"
+                ) from error
 
         job.later(Phase.MODULES, load)
 
@@ -326,67 +330,3 @@ def _tensors(value: Any, keys: tuple[object, ...]) -> Iterator[tuple[torch.Tenso
     elif has_tensors(value):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _tensors(item, (*keys, key))
-
-
-# -- without a model --------------------------------------------------------------------------------------------------------
-
-
-def load_state(reader: TensorReader, *, include: Sequence[str] | None = None) -> dict[str, Any]:
-    """The state as nested dicts of fresh tensors on the CPU and plain values, without a model.
-
-    A module becomes a flat mapping of its names to tensors (tied names share one), an optimizer ``{"state": {parameter: {...}}, "param_groups": [...]}`` with
-    parameters by name, an object what its ``state_dict`` gave; plain data is as it was. ``include`` as in ``restore_into``: entries in which nothing matches are left out.
-    """
-    loading = _Loading(Restore(reader, strict=False, include=include, cast=False, on_cpu=True))
-    state = loading.node((), _document(reader))
-    loading.job.run()
-    return {} if state is SAME else dict(state)
-
-
-class _Loading:
-    """Builds plain structures from the document; ``SAME`` stands for nothing asked for."""
-
-    def __init__(self, job: Restore) -> None:
-        self.job = job
-        self._made: dict[str, torch.Tensor] = {}
-
-    def node(self, keys: tuple[object, ...], told: Mapping[str, Any]) -> Any:
-        kind, body = _kind(told)
-        path = dotted(keys)
-        if kind == "module":
-            return self._module(path, body) or (SAME if keys and not self.job.wants_whole(path) else {})
-        if kind == "optimizer":
-            return SavedOptimizer(body, path, self.job).plain() or SAME
-        if kind in {"value", "stateful"}:
-            kept = self._prune(as_refs(body), keys)
-            return SAME if kept is SAME else self.job.materialise(kept)
-        if kind == "dict":
-            pairs = [(self.job.decode(key), child) for key, child in body]
-            made = {key: value for key, child in pairs if (value := self.node((*keys, key), child)) is not SAME}
-            return made if made or not keys or self.job.wants_whole(path) else SAME
-        if kind in {"list", "tuple"}:
-            items = [value for index, child in enumerate(body) if (value := self.node((*keys, index), child)) is not SAME]
-            return SAME if body and not items else tuple(items) if kind == "tuple" else items
-        raise CorruptionError(f"a checkpoint's values hold an entry of unknown kind {kind!r:.40}", kind="values", hint="written by a newer version? upgrade everystep")
-
-    def _module(self, path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
-        job, prefix = self.job, f"{path}."
-        inner = {name for told in plain.values() for name in told_refs(told)}
-        made: dict[str, Any] = {}
-        for name, spec in job.reader.tensors.items():
-            if name.startswith(prefix) and name not in inner and job.wants(name):
-                if spec.name not in self._made:
-                    self._made[spec.name] = job.make(name, None, torch.device("cpu"), DTYPES[spec.dtype])
-                made[name.removeprefix(prefix)] = self._made[spec.name]
-        made.update((name, job.decode(told)) for name, told in plain.items() if job.wants(prefix + name))
-        return made
-
-    def _prune(self, tree: Any, keys: tuple[object, ...]) -> Any:
-        if self.job.wants_whole(dotted(keys)):
-            return tree
-        if isinstance(tree, Mapping):
-            kept = {key: value for key, item in tree.items() if (value := self._prune(item, (*keys, key))) is not SAME}
-            return kept or SAME
-        if isinstance(tree, (list, tuple)) and any(self._prune(item, (*keys, index)) is not SAME for index, item in enumerate(tree)):
-            return tree
-        return SAME

@@ -69,7 +69,10 @@ class DataTarget:
             if isinstance(target, MutableMapping):
                 self.job.later(Phase.DATA, lambda key=key, made=made: target.__setitem__(key, made))  # type: ignore[misc]
             else:
-                self.job.refuse(f"{dotted((*keys, key))!r} is a plain value in a {type(target).__qualname__}, where it cannot be replaced; put it into a dict")
+                self.job.refuse(
+                    f"{dotted((*keys, key))!r} is a plain value in a {type(target).__qualname__}, "
+                    "where it cannot be replaced; put it into a dict"
+                )
         for key, item in saved.items():
             # Tensors that nobody claims are told of by themselves.
             if key not in target and not _has_refs(item):
@@ -108,7 +111,7 @@ class DataTarget:
             return target
         if type(target) is dict and type(saved) is dict:
             made = {key: self._plain(target.get(key), item, (*keys, key)) for key, item in saved.items()}
-            self.job.later(Phase.DATA, lambda: (target.clear(), target.update(made)))
+            self.job.later(Phase.DATA, lambda: _refill(target, made))
             return target
         if type(saved) in {type(None), bool, int, float, str}:
             return saved
@@ -141,6 +144,11 @@ class DataTarget:
             return False
         self.job.fill(saved.name, tensor, into=path)
         return True
+
+
+def _refill(target: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    target.clear()
+    target.update(contents)
 
 
 def _has_refs(tree: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from everystep import values
@@ -24,14 +25,18 @@ class SavedOptimizer:
         self.flat: dict[str, dict[str, Any]] = {}
         """Parameter -> key -> a number, or a ``Ref``."""
         try:
-            self.groups: list[tuple[Any, list[str]]] = [(group["values"], [values.decode(_bytes(name)) for name in group["params"]]) for group in body["groups"]]
+            self.groups: list[tuple[Any, list[str]]] = [
+                (group["values"], [values.decode(_bytes(name)) for name in group["params"]]) for group in body["groups"]
+            ]
             order = list(dict.fromkeys(name for _, names in self.groups for name in names))
             for form in body["flat"]:
                 columns = {key: as_refs(column) for key, column in form["columns"].items()}
                 for row, position in enumerate(positions(form["params"])):
                     name = order[position]
                     self.flat[name] = {
-                        key: values.Ref(f"{path}.state.{name}.{key}", "tensor" if device == "cpu" else f"tensor@{device}") if device else columns[key][row]
+                        key: values.Ref(f"{path}.state.{name}.{key}", "tensor" if device == "cpu" else f"tensor@{device}")
+                        if device
+                        else columns[key][row]
                         for key, device in form["keys"]
                     }
             self.loose: dict[str, Any] = {as_refs(name): told for name, told in body["loose"]}
@@ -55,7 +60,8 @@ class SavedOptimizer:
     def wants_rest(self, *inner: object) -> bool:
         """Whether it asks for something else of the optimizer."""
         paths = [self.path, *(f"{self.path}.{'.'.join(map(str, inner[:end]))}" for end in range(1, len(inner) + 1))]
-        return any([self.job.wants_whole(path) for path in paths])
+        # Each is asked, so that no pattern that matches something counts as idle.
+        return any([self.job.wants_whole(path) for path in paths])  # noqa: C419
 
     def plain(self) -> dict[str, Any]:
         """As nested mappings of fresh tensors and values, by names."""
@@ -71,7 +77,9 @@ class SavedOptimizer:
         if self.wants_rest("state"):
             state.update((key, job.decode(told)) for key, told in self.others)
         groups = [
-            {**job.decode(told), "params": list(params)} for number, (told, params) in enumerate(self.groups) if self.wants_rest("param_groups", number)
+            {**job.decode(told), "params": list(params)}
+            for number, (told, params) in enumerate(self.groups)
+            if self.wants_rest("param_groups", number)
         ]
         if not state and not groups:
             return {}
@@ -80,7 +88,6 @@ class SavedOptimizer:
 
 
 def _bytes(told: object) -> bytes:
-    import msgspec
 
     return msgspec.json.encode(told)
 
@@ -158,7 +165,10 @@ class OptimizerTarget:
         elif name in saved.flat:
             spec = self.job.reader.tensors.get(name)
             if spec is not None and spec.shape != tuple(parameter.shape):
-                self.job.refuse(f"{name!r}, a parameter of optimizer {self.path!r}, has shape {list(spec.shape)} in the checkpoint, {list(parameter.shape)} in the state")
+                self.job.refuse(
+                    f"{name!r}, a parameter of optimizer {self.path!r}, "
+                    f"has shape {list(spec.shape)} in the checkpoint, {list(parameter.shape)} in the state"
+                )
                 self.job.claimed.update(saved.tensors_of(name))
                 return
             before = state.get(parameter)
@@ -179,11 +189,17 @@ class OptimizerTarget:
     def _spec(self, ref: values.Ref) -> Any:
         spec = self.job.reader.tensors.get(ref.name)
         if spec is None:
-            raise CorruptionError(f"the checkpoint's values refer to tensor {ref.name!r}, which it does not hold", key=ref.name, kind="values",
-                                  hint="take another copy or an older step")  # fmt: skip
+            raise CorruptionError(
+                f"the checkpoint's values refer to tensor {ref.name!r}, which it does not hold",
+                key=ref.name,
+                kind="values",
+                hint="take another copy or an older step",
+            )
         return spec
 
-    def _tensor(self, ref: values.Ref, key: str, parameter: torch.Tensor, name: str, group: Mapping[str, Any], before: object) -> torch.Tensor:
+    def _tensor(
+        self, ref: values.Ref, key: str, parameter: torch.Tensor, name: str, group: Mapping[str, Any], before: object
+    ) -> torch.Tensor:
         """Where one tensor of a state goes: into the one that is there, else into a new one as torch would have made it."""
         spec = self._spec(ref)
         on_device = bool(group.get("capturable") or group.get("fused"))
@@ -210,7 +226,9 @@ class OptimizerTarget:
         parameters = self.optimizer.param_groups[0]["params"]
         if set(matched) != set(saved.order):
             if saved.loose or saved.flat:
-                self.job.refuse(f"optimizer {self.path!r} is an LBFGS over other parameters than the saved one: its state covers all of them at once")
+                self.job.refuse(
+                    f"optimizer {self.path!r} is an LBFGS over other parameters than the saved one: its state covers all of them at once"
+                )
             return
         by_name = dict(zip(matched, parameters, strict=True))
         ordered = [by_name[name] for name in saved.order]
@@ -219,8 +237,8 @@ class OptimizerTarget:
     # -- hyperparameters --------------------------------------------------------------------------------------------------
 
     def _group(self, saved: SavedOptimizer, number: int, group: dict[str, Any], names: Sequence[str]) -> None:
-        common = [len(set(names) & set(params)) for _, params in saved.groups]
-        if names and max(common, default=0):
+        common: list[int] = [len(set(names) & set(params)) for _, params in saved.groups]
+        if names and any(common):
             told = saved.groups[common.index(max(common))][0]
         elif not group["params"] and number < len(saved.groups) and not saved.groups[number][1]:
             told = saved.groups[number][0]

@@ -101,7 +101,11 @@ class Restore:
         try:
             word = word_of(target, into)
         except StateError as error:
-            self.refuse(error.message if target.device.type != "meta" else f"tensor {into!r} is on the meta device; call to_empty(device=...) on its module first")
+            self.refuse(
+                error.message
+                if target.device.type != "meta"
+                else f"tensor {into!r} is on the meta device; call to_empty(device=...) on its module first"
+            )
             return
         if tuple(target.shape) != spec.shape:
             self.refuse(f"{into!r} has shape {list(spec.shape)} in the checkpoint, {list(target.shape)} in the state")
@@ -144,12 +148,15 @@ class Restore:
         told = values.encode(tree, convert=_keep)
         return values.decode(told, resolve=self._fresh, tagged=untell)
 
-
     def _fresh(self, ref: values.Ref) -> object:
         spec = self.reader.tensors.get(ref.name)
         if spec is None:
-            raise CorruptionError(f"the checkpoint's values refer to tensor {ref.name!r}, which it does not hold", key=ref.name, kind="values",
-                                  hint="take another copy or an older step")  # fmt: skip
+            raise CorruptionError(
+                f"the checkpoint's values refer to tensor {ref.name!r}, which it does not hold",
+                key=ref.name,
+                kind="values",
+                hint="take another copy or an older step",
+            )
         value, tensor = fresh(values.Ref(ref.name, ref.kind.partition("@")[0]) if self.on_cpu else ref, spec)
         self.claimed.add(ref.name)
         self._wanted.append((ref.name, tensor))
@@ -168,15 +175,26 @@ class Restore:
                 sides.append(f"not in the checkpoint: {_listed(self.missing)}")
             if asked:
                 sides.append(f"not in the state: {_listed(asked)}")
-            raise LayoutError(f"step {self.reader.step} does not fit the state; {'; '.join(sides)}", step=self.reader.step, kind="names",
-                              key=(self.missing or asked)[0], hint="restore with strict=False, or choose names with include=[...]")  # fmt: skip
+            raise LayoutError(
+                f"step {self.reader.step} does not fit the state; {'; '.join(sides)}",
+                step=self.reader.step,
+                kind="names",
+                key=(self.missing or asked)[0],
+                hint="restore with strict=False, or choose names with include=[...]",
+            )
         if self.unfit:
-            raise LayoutError(f"step {self.reader.step} does not fit the state; {_listed(self.unfit, quote=False)}", step=self.reader.step, kind="layout")
+            raise LayoutError(
+                f"step {self.reader.step} does not fit the state; {_listed(self.unfit, quote=False)}", step=self.reader.step, kind="layout"
+            )
         if self.strict and self._include is not None:
             idle = [pattern for pattern in self._include if pattern not in self._matched]
             if idle:
-                raise LayoutError(f"include pattern {idle[0]!r} matches nothing in step {self.reader.step} or the state", step=self.reader.step, kind="include",
-                                  hint="patterns are matched with full names, such as 'model.*'")  # fmt: skip
+                raise LayoutError(
+                    f"include pattern {idle[0]!r} matches nothing in step {self.reader.step} or the state",
+                    step=self.reader.step,
+                    kind="include",
+                    hint="patterns are matched with full names, such as 'model.*'",
+                )
         self.unexpected = unexpected
 
     def run(self) -> None:
@@ -185,7 +203,9 @@ class Restore:
             if self._wanted:
                 self.reader.read(self._wanted)
             for batch in _batches(self._casts, self.reader):
-                temporary = [(name, torch.empty(self.reader.tensors[name].shape, dtype=DTYPES[self.reader.tensors[name].dtype])) for name, _ in batch]
+                temporary = [
+                    (name, torch.empty(self.reader.tensors[name].shape, dtype=DTYPES[self.reader.tensors[name].dtype])) for name, _ in batch
+                ]
                 self.reader.read(temporary)
                 for (_, target), (_, stored) in zip(batch, temporary, strict=True):
                     target.copy_(stored)
@@ -229,3 +249,28 @@ def _batches(wanted: Sequence[tuple[str, torch.Tensor]], reader: TensorReader) -
         size += nbytes
     if batch:
         yield batch
+
+
+# -- the document ---------------------------------------------------------------------------------------------------------
+
+
+def document_of(reader: TensorReader) -> dict[str, Any]:
+    """The document of a checkpoint's values: what the state is made of. CorruptionError when there is none."""
+    try:
+        told = msgspec.json.decode(reader.values)["state"]
+        if len(told) != 1 or "dict" not in told:
+            raise KeyError("dict")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptionError(f"step {reader.step}: its values are not those of a state ({error})", step=reader.step, kind="values",
+                              hint="take another copy or an older step") from None  # fmt: skip
+    document: dict[str, Any] = told
+    return document
+
+
+def kind_of(told: Mapping[str, Any]) -> tuple[str, Any]:
+    """What an entry of the document is, and its contents."""
+    if not isinstance(told, Mapping) or len(told) != 1:
+        raise CorruptionError(
+            "a checkpoint's values hold an entry of no known kind", kind="values", hint="take another copy or an older step"
+        )
+    return next(iter(told.items()))

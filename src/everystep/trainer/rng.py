@@ -47,7 +47,7 @@ class RNG:
             "python": _python_state(None),
             "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 (the legacy global generator is what is saved)
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else [],
+            "cuda": torch.cuda.get_rng_state_all() if _uses_cuda() else [],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -58,6 +58,10 @@ class RNG:
         if torch.cuda.is_available():
             for index, state in enumerate(state_dict["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(state, index)
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 class _PythonRandom:
@@ -87,7 +91,7 @@ class _NumpyRandomState:
         self.generator = generator
 
     def state_dict(self) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self.generator.get_state(legacy=False)  # type: ignore[assignment]
+        state: Mapping[str, Any] = self.generator.get_state(legacy=False)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from everystep.errors import StateError
 from everystep.manifest import TensorSpec
@@ -67,30 +67,49 @@ def word_of(tensor: torch.Tensor, name: str) -> str:
     if tensor.layout is not torch.strided:
         raise refused(name, f"is sparse ({tensor.layout}), which cannot be stored", "store its indices and values, or to_dense() of it")
     if tensor.device.type == "meta":
-        raise refused(name, "is on the meta device: it has no data", "materialise the module with to_empty and restore or initialise it first")
+        raise refused(
+            name, "is on the meta device: it has no data", "materialise the module with to_empty and restore or initialise it first"
+        )
     if tensor.is_quantized:
         raise refused(name, f"is quantized ({tensor.dtype}), which cannot be stored", "store int_repr() with its scale and zero point")
     word = WORDS.get(tensor.dtype)
     if word is None:
-        raise refused(name, f"has dtype {tensor.dtype}, which safetensors files cannot hold", "view it as a dtype they hold, for example with torch.view_as_real")
+        raise refused(
+            name,
+            f"has dtype {tensor.dtype}, which safetensors files cannot hold",
+            "view it as a dtype they hold, for example with torch.view_as_real",
+        )
     return word
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:
-    """Tensors and parameters, and subclasses of parameters that change nothing about the data. (``isinstance`` tells parameters by a flag, not by class.)"""
+    """Tensors and parameters, and subclasses of parameters that change nothing about the data.
+
+    ``isinstance`` would not do: it tells parameters by a flag, not by their class.
+    """
     if kind in _PLAIN:
         return True
     known = torch.nn.Parameter in kind.__mro__ or torch.nn.Buffer in kind.__mro__
-    return known and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not issubclass(kind, UninitializedTensorMixin)
+    return (
+        known
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and not issubclass(kind, (UninitializedParameter, UninitializedBuffer))
+    )
 
 
 def _check_kind(tensor: torch.Tensor, kind: type[torch.Tensor], name: str) -> None:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise refused(name, "belongs to a lazy module that has not seen its first input", "run one forward pass before saving or restoring")
     if any(cls.__name__ in {"DTensor", "ShardedTensor"} for cls in kind.__mro__):
-        raise refused(name, "is sharded, and sharded tensors are not supported by this version yet", "save from a model that is whole in one process")
+        raise refused(
+            name, "is sharded, and sharded tensors are not supported by this version yet", "save from a model that is whole in one process"
+        )
     if not _is_plain(kind):
-        raise refused(name, f"is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that would come back as something else", "store the plain tensors in it")
+        raise refused(
+            name,
+            f"is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that would come back as something else",
+            "store the plain tensors in it",
+        )
 
 
 def spec_of(found: Found) -> TensorSpec:
@@ -113,9 +132,15 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def array_tensor(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
     """A tensor over the array's memory (over a copy where torch cannot share it). StateError for dtypes that cannot be stored."""
     if type(array) is not np.ndarray:
-        raise refused(name, f"is a {type(array).__module__}.{type(array).__qualname__}, which would come back as a plain array", "store numpy.asarray of it")
+        raise refused(
+            name,
+            f"is a {type(array).__module__}.{type(array).__qualname__}, which would come back as a plain array",
+            "store numpy.asarray of it",
+        )
     if not array.dtype.isnative or array.dtype.kind not in "biufc":
-        raise refused(name, f"is a numpy array of dtype {array.dtype.str!r}, which cannot be stored", "convert it to a native numeric dtype")
+        raise refused(
+            name, f"is a numpy array of dtype {array.dtype.str!r}, which cannot be stored", "convert it to a native numeric dtype"
+        )
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy()
     # numpy has two names for each 64-bit integer; torch knows one.
@@ -126,7 +151,9 @@ def array_tensor(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(array)
     except TypeError:
-        raise refused(name, f"is a numpy array of dtype {array.dtype.name!r}, which cannot be stored", "convert it to a numeric dtype") from None
+        raise refused(
+            name, f"is a numpy array of dtype {array.dtype.name!r}, which cannot be stored", "convert it to a numeric dtype"
+        ) from None
 
 
 def tell(value: object) -> Tagged | None:
