@@ -186,10 +186,16 @@ def timed(work: Callable[[], object]) -> float:
 
 # -- raw speed --------------------------------------------------------------------------------------------------------------
 def warm_buffer(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory whose pages are there already."""
-    buffer = mmap.mmap(-1, nbytes)
+    """Page-aligned memory whose pages are there already. It is a memfd's, as slabs are: O_DIRECT from it is up to half as fast again as from
+    anonymous memory (fewer, larger pieces), and the yardstick has to be the best that plain calls can do."""
+    descriptor = os.memfd_create("yardstick")
+    try:
+        os.ftruncate(descriptor, nbytes)
+        buffer = mmap.mmap(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
     for at in range(0, nbytes, BLOCK):
-        buffer[at : at + BLOCK] = os.urandom(4096) * ((min(BLOCK, nbytes - at)) // 4096)
+        buffer[at : at + BLOCK] = os.urandom(4096) * (min(BLOCK, nbytes - at) // 4096)
     return buffer
 
 

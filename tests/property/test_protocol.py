@@ -216,7 +216,7 @@ class Driver:
 
 
 @hypothesis.given(SCRIPTS, st.sampled_from([1, 2, 3]))
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=max(300, hypothesis.settings.default.max_examples))
 def test_invariants_hold(script, max_slabs):
     """Whatever happens in whatever order, nothing sealed is lost, nothing is refilled in use, drains tell the truth."""
     Driver(max_slabs).play(script)

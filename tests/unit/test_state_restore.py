@@ -1,4 +1,3 @@
-# ruff: noqa: NPY002 (the legacy global generator is among what is saved)
 """Filling a state from a checkpoint, and loading one without a model."""
 
 from __future__ import annotations
@@ -547,7 +546,7 @@ def test_more_saved_devices_than_there_are():
 
 
 def test_grad_scaler_round_trips():
-    """torch's GradScaler gives its state and takes it back."""
+    """A GradScaler gives its state and takes it back."""
     one, two = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu")
     restore_into({"s": two}, saved({"s": one}))
     assert two.state_dict() == one.state_dict()
