@@ -186,8 +186,8 @@ def timed(work: Callable[[], object]) -> float:
 
 # -- raw speed --------------------------------------------------------------------------------------------------------------
 def warm_buffer(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory whose pages are there already. It is a memfd's, as slabs are: O_DIRECT from it is up to half as fast again as from
-    anonymous memory (fewer, larger pieces), and the yardstick has to be the best that plain calls can do."""
+    """Page-aligned memory whose pages are there already. It is a memfd's, as slabs are: O_DIRECT from it is up to half as fast again
+    as from anonymous memory (fewer, larger pieces), and the yardstick has to be the best that plain calls can do."""
     descriptor = os.memfd_create("yardstick")
     try:
         os.ftruncate(descriptor, nbytes)

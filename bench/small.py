@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import resource
 import subprocess
 import sys
 import time
 
-from _common import Results, main, say
+from _common import Results, main, peak_rss, reset_peak_rss, say
 
 
 def five_thousand(results: Results, folder: pathlib.Path, *, rounds: int, momentum: bool) -> None:
@@ -61,10 +60,11 @@ def many(count: int, folder: pathlib.Path) -> dict[str, float]:
     from everystep.safetensors import data_start  # noqa: F401 (imported by the plan; here so that its import is not timed)
 
     specs = [records.TensorSpec(f"model.layer{index // 100}.weight{index % 100}", "F32", (256,), "model") for index in range(count)]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reset_peak_rss()
     began = time.perf_counter()
     plan = plan_save(specs, aliases={})
-    planned = time.perf_counter()
+    planned, planned_peak = time.perf_counter(), peak_rss()
+    reset_peak_rss()
     part = slab_part(
         plan, step=1, attempt=1, node=0, nodes=1, saved_at=1.0, values=b"{}", metrics={},
         object_key={file.name: f"data/1-1/{file.name}" for file in plan.files},
@@ -72,15 +72,19 @@ def many(count: int, folder: pathlib.Path) -> dict[str, float]:
     )  # fmt: skip
     target = folder / "manifest.json"
     target.write_bytes(records.encode("manifest", records.merge([part])))
-    written = time.perf_counter()
+    written, written_peak = time.perf_counter(), peak_rss()
+    del specs, plan, part  # who reads has not written
+    reset_peak_rss()
+    reading = time.perf_counter()
     read = records.decode("manifest", target.read_bytes(), records.Manifest, key="manifest.json")
     records.check(read)
     ended = time.perf_counter()
     if len(read.tensors) != count:
         raise SystemExit(f"{len(read.tensors)} tensors came back of {count}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"plan": planned - began, "write": written - planned, "read": ended - written, "peak": peak * 1024, "before": before * 1024,
-            "nbytes": target.stat().st_size}  # fmt: skip
+    return {
+        "plan": planned - began, "write": written - planned, "read": ended - reading, "plan_peak": planned_peak, "write_peak": written_peak,
+        "read_peak": peak_rss(), "nbytes": target.stat().st_size,
+    }  # fmt: skip
 
 
 def measure(arguments: argparse.Namespace, results: Results) -> None:
@@ -104,8 +108,9 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
     ]
     for phase in ("plan", "write", "read"):
         results.row(f"{count:,} tensors: {phase}", [one[phase] for one in taken], "s")
+        results.row(f"{count:,} tensors: {phase}, peak of resident memory", [one[f"{phase}_peak"] for one in taken], "B")
     results.row(f"{count:,} tensors: manifest", [one["nbytes"] for one in taken], "B")
-    peak = results.row(f"{count:,} tensors: peak of resident memory", [one["peak"] for one in taken], "B")
+    peak = max(one[f"{phase}_peak"] for one in taken for phase in ("plan", "write", "read"))
     whole = results.row(f"{count:,} tensors: plan, write and read", [one["plan"] + one["write"] + one["read"] for one in taken], "s")
     results.bar(f"{count:,} tensors: plan, manifest write and read, s", whole, 10.0 * count / 1e6)
     results.bar(f"{count:,} tensors: peak of resident memory, GiB", peak / 2**30, 1.0)

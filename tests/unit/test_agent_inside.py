@@ -71,7 +71,7 @@ def test_committed_checkpoint_is_what_was_sealed(trainer):
     one = trainer()
     one.save(3, bound=True, metrics={"loss": 1.5})
     event = one.wait("committed", 3)
-    assert {"queue", "hash", "write", "part", "commit", "total"} == set(event.timings_s)
+    assert {"queue", "hash", "write", "sync", "commit", "total"} == set(event.timings_s)
     manifest = one.repository.manifest(CheckpointKey(3, 1))
     assert bytes(manifest.values) == b'{"a":1}'
     assert (manifest.saved_at, manifest.metrics) == (3.0, {"loss": 1.5})
@@ -126,16 +126,16 @@ def test_newer_attempt_elsewhere_ends_this_one(trainer):
 
 
 def test_failed_persist_is_told_and_tried_again(trainer, monkeypatch):
-    """F54: an OSError nobody expected in the part: the trainer is told, what was written is gone, the drain writes it again."""
+    """F54: an OSError nobody expected in the commit: the trainer is told, what was written is gone, the drain writes it again."""
     one = trainer()
-    real = Repository.put_part
-    monkeypatch.setattr(Repository, "put_part", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
+    real = Repository.commit
+    monkeypatch.setattr(Repository, "commit", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
     one.save(1, bound=True)
     failed = one.wait("failed", 1).failed
     assert (failed.name, failed.errno) == ("StoreError", 5)
     assert not list(one.repository.store.list("data/"))
     assert not one.client.drain(timeout_s=10).complete
-    monkeypatch.setattr(Repository, "put_part", real)
+    monkeypatch.setattr(Repository, "commit", real)
     assert one.client.drain(timeout_s=10).complete
     assert one.steps() == [1]
 

@@ -181,7 +181,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     assert torch.equal(model.embed.weight, expected)
 
 
-@pytest.mark.parametrize("what", ["delete", "truncate", "flip", "header", "part", "manifest"])
+@pytest.mark.parametrize("what", ["delete", "truncate", "flip", "header", "manifest"])
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
     """F6 F7 F41: whatever is damaged in the newest checkpoint, the next older is restored and the skip is reported."""
     run = tmp_path / "run"
@@ -199,19 +199,16 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, what: str, c
         os.truncate(target, target.stat().st_size - 1)
     else:
         if what == "manifest":
-            target = run / "manifests" / "000000000002-000001.json"
             target = next((run / "manifests").glob("000000000002-*"))
-        elif what == "part":
-            target = next(target.parent.glob("node-*.json"))
         data = bytearray(target.read_bytes())
         data[40 if what == "header" else len(data) // 2 if what != "flip" else len(data) - 5] ^= 4
         target.write_bytes(data)
     with everystep.Checkpointer(run) as checkpointer, caplog.at_level(logging.WARNING, "everystep"):
         other = Trainee(seed=3)
         restored = checkpointer.restore(other.state)
-        if what in ("part", "header"):
-            # Neither is needed to read the tensors: the manifest has it all; ``everystep verify`` reports both.
-            assert restored in (1, 2)
+        if what == "header":
+            # It is not needed to read the tensors, the manifest says where they are; ``everystep verify`` reports it.
+            assert restored == 2
             repository = Repository.open(str(run))
             assert any(problem for _, _, problem in repository.verify(repository.find(2)))
             return

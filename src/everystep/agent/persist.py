@@ -83,21 +83,20 @@ def persist(repository: Repository, snapshot: Snapshot) -> dict[str, float]:
     try:
         object_key = {file.name: repository.data_key(key, file.name) for file in snapshot.plan.files}
         hashing = _Aside(snapshot.digests)
-        began = time.monotonic()
+        began, synced_s = time.monotonic(), repository.store.synced_s
         for file in snapshot.plan.files:
             end = file.slab_offset + _padded(file.nbytes)
             repository.put_data(key, file.name, snapshot.view[file.slab_offset : end], nbytes=file.nbytes)
-        timings["write"] = time.monotonic() - began
+        timings["sync"] = repository.store.synced_s - synced_s
+        timings["write"] = time.monotonic() - began - timings["sync"]
         hashing.join()
         timings["hash"] = hashing.seconds
         began = time.monotonic()
-        part = snapshot.part(object_key)
-        repository.put_part(part)
-        timings["part"] = time.monotonic() - began
-        began = time.monotonic()
+        # One node's manifest is its part: nobody else waits for it, so it is not written by itself.
+        manifest = snapshot.manifest(object_key)
         if snapshot.seal.pin:
             repository.pin(key, reason="pinned by the save")  # before retention can see it
-        repository.commit(merge([part]))
+        repository.commit(manifest)
         timings["commit"] = time.monotonic() - began
     except ConflictError:
         raise  # another one's data may be there now: the sweep knows which is whose

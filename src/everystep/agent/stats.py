@@ -17,7 +17,7 @@ import msgspec
 
 from everystep.repository import Repository
 
-PHASES = ("plan", "stage", "fence", "call", "queue", "hash", "write", "part", "commit", "total", "forget")
+PHASES = ("plan", "stage", "fence", "call", "queue", "hash", "write", "sync", "commit", "total", "forget")
 COUNTERS = ("saved", "committed", "superseded", "skipped", "failed", "forgotten", "bytes_saved", "bytes_committed")
 _SMALLEST_S = 1e-6
 _PER_OCTAVE = 4

@@ -25,6 +25,11 @@ class Store(Protocol):
 
     url: str
 
+    @property
+    def synced_s(self) -> float:
+        """Seconds spent so far waiting for writes to become durable (fsync), a counter; 0.0 where the store cannot tell it from writing."""
+        ...
+
     def put(self, key: str, data: bytes | memoryview, *, nbytes: int | None = None) -> None:
         """Write a new object whole. ``data`` may be longer than ``nbytes`` (padding to 4,096 bytes, which direct writes need); only
         ``nbytes`` are kept.

@@ -73,9 +73,15 @@ class LocalStore:
         self._durable_folders: set[str] = set()
         self._refuses_direct: set[int] = set()
         self._refuses_fallocate: set[int] = set()
+        self._synced_s = 0.0
 
     def __repr__(self) -> str:
         return f"LocalStore({self.path!r})"
+
+    @property
+    def synced_s(self) -> float:
+        """See ``Store.synced_s``."""
+        return self._synced_s
 
     # -- writing ---------------------------------------------------------------------------------------
     def put(self, key: str, data: bytes | memoryview, *, nbytes: int | None = None) -> None:
@@ -304,7 +310,7 @@ class LocalStore:
     def _fsync_folder(self, path: str) -> None:
         fd = self._disk.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self._disk.fsync(fd)
+            self._sync(fd)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:  # some FUSE and SMB mounts know no fsync of folders
                 raise
@@ -410,9 +416,14 @@ class LocalStore:
                 self._disk.ftruncate(fd, nbytes)
             else:
                 self._write_all(fd, view[:nbytes], 0, step=1)
-            self._disk.fsync(fd)
+            self._sync(fd)
         finally:
             self._disk.close(fd)
+
+    def _sync(self, fd: int) -> None:
+        began = time.perf_counter()
+        self._disk.fsync(fd)
+        self._synced_s += time.perf_counter() - began
 
     def _reserve(self, fd: int, temporary: str, nbytes: int, device: int) -> None:
         """Fail now when there is no space, not after minutes of writing."""

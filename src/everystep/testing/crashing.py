@@ -62,6 +62,11 @@ class CrashingStore:
             self._die()
         return dies
 
+    @property
+    def synced_s(self) -> float:
+        """See ``Store.synced_s``."""
+        return self._store.synced_s
+
     def put(self, key: str, data: bytes | memoryview, *, nbytes: int | None = None) -> None:
         """See ``Store.put``."""
         dies = self._begin("put", key)

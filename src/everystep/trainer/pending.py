@@ -22,7 +22,7 @@ class Report:
         tier: The most durable tier reached: ``""``, ``"memory"`` or ``"disk"``.
         nbytes: Bytes of tensors in the snapshot.
         timings_s: Seconds by phase: ``call`` (the loop was blocked in ``save``), ``plan``, ``stage``, ``fence``, and from the agent
-            ``queue``, ``hash``, ``write``, ``part``, ``commit``, ``total``.
+            ``queue``, ``hash``, ``write``, ``sync``, ``commit``, ``total``.
         reason: Why it was skipped or failed.
     """
 
