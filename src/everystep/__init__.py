@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from everystep.trainer.checkpointer import Checkpointer as Checkpointer
     from everystep.trainer.checkpointer import Pending as Pending
     from everystep.trainer.checkpointer import load as load
+    from everystep.trainer.finding import RestoredFrom as RestoredFrom
+    from everystep.trainer.pending import Report as Report
     from everystep.trainer.state import RNG as RNG
     from everystep.trainer.state import RestoreReport as RestoreReport
 
@@ -47,7 +49,9 @@ _HOMES = {
     "Pending": "everystep.trainer.checkpointer",
     "PermanentStoreError": "everystep.errors",
     "RNG": "everystep.trainer.state",
+    "Report": "everystep.trainer.pending",
     "RestoreReport": "everystep.trainer.state",
+    "RestoredFrom": "everystep.trainer.finding",
     "StateError": "everystep.errors",
     "StoreError": "everystep.errors",
     "TornSnapshotError": "everystep.errors",
@@ -70,7 +74,9 @@ __all__ = [
     "NotFoundError",
     "Pending",
     "PermanentStoreError",
+    "Report",
     "RestoreReport",
+    "RestoredFrom",
     "StateError",
     "StoreError",
     "TornSnapshotError",

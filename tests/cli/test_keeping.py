@@ -153,3 +153,24 @@ def test_sweep_says_what_it_would_delete_and_then_does(everystep, three, arrays)
     assert everystep("sweep", three.path, "--json").json["freed_nbytes"] == 0  # the tombstone that guarded the deletion
     assert everystep("sweep", three.path, "--json").json["swept"] == []
     assert steps(everystep, three.path) == [10, 20, 30]
+
+
+def test_a_checkpoint_that_goes_while_one_looks_is_no_error(everystep, three, monkeypatch):
+    """F52: retention may forget a checkpoint between a listing and its reading: ls and verify --all go on with the others."""
+    from everystep.repository import Repository
+
+    listed = Repository.keys
+
+    def stale(self):
+        found = listed(self)
+        if found[0].step == 10:
+            self.forget(found[0])
+        return found
+
+    monkeypatch.setattr(Repository, "keys", stale)
+    assert steps(everystep, three.path) == [20, 30]
+    monkeypatch.setattr(Repository, "keys", lambda self: sorted([*listed(self), type(listed(self)[0])(10, 1)]))
+    answer = everystep("verify", three.path, "--all", "--json")
+    assert answer.code == 0
+    assert [item["step"] for item in answer.json["checkpoints"]] == [20, 30]
+    assert "forgotten meanwhile" in answer.stderr

@@ -50,16 +50,41 @@ class Slab:
 
 
 class TakenSnapshot:
-    """A snapshot in the agent's memory, held for reading. ``view`` is private: writing into it changes nothing for anybody else."""
+    """A snapshot in the agent's memory, held for reading."""
 
-    manifest: Manifest
-    file_offsets: Sequence[int]
-    view: memoryview
-
-    def __init__(self, manifest: Manifest, file_offsets: Sequence[int], view: memoryview) -> None:
+    def __init__(self, manifest: Manifest, file_offsets: Sequence[int], fd: int, nbytes: int) -> None:
         self.manifest = manifest
         self.file_offsets = file_offsets
-        self.view = view
+        self._fd = fd
+        self._nbytes = nbytes
+        self._mapping: Mapping | None = None
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the slab's bytes from ``offset`` on.
+
+        Faster than mapping the slab where each byte is read once: no page tables.
+        """
+        done = 0
+        while done < len(view):
+            got = os.preadv(self._fd, [view[done:]], offset + done)
+            if not got:
+                message = f"the snapshot of step {self.manifest.step} ends {len(view) - done} bytes early"
+                raise CorruptionError(message, step=self.manifest.step, kind="bounds", hint="restore from disk")
+            done += got
+
+    @property
+    def view(self) -> memoryview:
+        """The whole slab, mapped privately: writing into it changes nothing for anybody else."""
+        if self._mapping is None:
+            self._mapping = Mapping(self._fd, self._nbytes, private=True)
+            self._mapping.populate()
+        return self._mapping.view
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self._mapping is not None:
+            self._mapping.close()
+        os.close(self._fd)
 
 
 class _Waiter:
@@ -245,7 +270,7 @@ class AgentClient:
 
     @contextlib.contextmanager
     def take(self, slab: int) -> Iterator[TakenSnapshot]:
-        """Hold a snapshot and map it. CorruptionError when its digests cannot be trusted; NotFoundError when it is gone."""
+        """Hold a snapshot. CorruptionError when its digests cannot be trusted; NotFoundError when it is gone."""
         answer, fd = self._request(messages.TakeSnapshot(slab=slab))
         try:
             if not isinstance(answer, messages.SnapshotTaken):
@@ -254,15 +279,15 @@ class AgentClient:
                 raise AgentError(f"the agent sent no descriptor for slab {slab}", kind="protocol")
             manifest = decode("manifest", answer.manifest, Manifest, key=f"slab {slab}")
             _check_bounds(manifest, answer)
-            mapping = Mapping(fd, answer.slab_nbytes, private=True)
-        finally:
+        except BaseException:
             if fd is not None:
                 os.close(fd)
+            raise
+        taken = TakenSnapshot(manifest, answer.file_offsets, fd, answer.slab_nbytes)
         try:
-            mapping.populate()
-            yield TakenSnapshot(manifest, answer.file_offsets, mapping.view)
+            yield taken
         finally:
-            mapping.close()
+            taken.close()
             with contextlib.suppress(AgentError):  # a dead agent holds nothing any more
                 self._ask(messages.ReleaseSnapshot(slab=slab), messages.Done)
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -121,10 +121,12 @@ def stored_nbytes(manifest: Manifest) -> int:
 
 def gather(repository: Repository) -> list[Row]:
     """Every checkpoint and snapshot of the run, in order of attempt and step; the newest restorable one is marked."""
-    with visit(repository) as client:
-        snapshots = {CheckpointKey(item.step, item.attempt): item for item in (client.snapshots() if client else ())}
+    snapshots = {CheckpointKey(item.step, item.attempt): item for item in _in_memory(repository)}
     lineage = set(repository.lineage())
-    rows = {key: _disk_row(repository, key, in_lineage=key in lineage, snapshot=snapshots.get(key)) for key in repository.keys()}
+    rows: dict[CheckpointKey, Row] = {}
+    for key in repository.keys():
+        with contextlib.suppress(errors.NotFoundError):  # retention took it while we looked
+            rows[key] = _disk_row(repository, key, in_lineage=key in lineage, snapshot=snapshots.get(key))
     for key, item in snapshots.items():
         if key not in rows:
             rows[key] = Row(key=key, saved_at=item.saved_at, nbytes=item.nbytes, where=("memory",), in_lineage=repository.in_lineage(key))
@@ -132,6 +134,15 @@ def gather(repository: Repository) -> list[Row]:
     restorable = [row.key for row in ordered if row.in_lineage and not row.damage and row.verified is not False]
     newest = max(restorable, key=lambda key: (key.attempt, key.step), default=None)
     return [dataclasses.replace(row, newest=row.key == newest) for row in ordered]
+
+
+def _in_memory(repository: Repository) -> Sequence[messages.SnapshotSummary]:
+    with visit(repository) as client:
+        try:
+            return client.snapshots() if client else ()
+        except errors.AgentError as error:
+            output.note(f"the run's agent does not answer: {error}")
+            return ()
 
 
 def _disk_row(repository: Repository, key: CheckpointKey, *, in_lineage: bool, snapshot: messages.SnapshotSummary | None) -> Row:

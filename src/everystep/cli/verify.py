@@ -56,7 +56,13 @@ def verify(
         )
     results = []
     for key in keys:
-        result = check(repository, key, threads=threads)
+        try:
+            result = check(repository, key, threads=threads)
+        except errors.NotFoundError:
+            if not every:
+                raise
+            output.note(f"{key} was forgotten meanwhile")
+            continue
         _remember(repository, result)
         results.append(result)
         if not as_json:

@@ -416,10 +416,8 @@ class Checkpointer:
         in_a_row = self._in_a_row
         for step, pending in list(self._pending.items()):
             if not pending.done():
-                error = AgentError(
-                    f"the agent of {self.path!r} ended before step {step} was on disk", step=step, kind="agent-lost", hint="the next save starts a new one"
-                )
-                self._fail(pending, error)
+                message = f"the agent of {self.path!r} ended before step {step} was on disk"
+                self._fail(pending, AgentError(message, step=step, kind="agent-lost", hint="the next save starts a new one"))
         self._pending.clear()
         # However many saves were under way, one thing has failed.
         self._in_a_row = min(self._in_a_row, in_a_row + 1)

@@ -93,19 +93,15 @@ def _apply(
     repository: Repository, client: AgentClient | None, one: Restorable, apply: Callable[[ManifestReader], RestoreReport]
 ) -> tuple[RestoreReport, int]:
     threads = min(4, max(2, len(os.sched_getaffinity(0))))
-    if one.slab is not None:
-        assert client is not None
-        with client.take(one.slab) as taken:
-            reader = ManifestReader(taken.manifest, MemorySource(taken.view, taken.file_offsets), threads=threads)
-            return apply(reader), reader.nbytes
-    with repository.hold(one.key):
-        manifest = repository.manifest(one.key)
-        buffers = Buffers(nbytes=FETCH_NBYTES)
-        try:
+    with Buffers(nbytes=FETCH_NBYTES) as buffers:
+        if one.slab is not None and client is not None:
+            with client.take(one.slab) as taken:
+                reader = ManifestReader(taken.manifest, MemorySource(taken, buffers), threads=threads)
+                return apply(reader), reader.nbytes
+        with repository.hold(one.key):
+            manifest = repository.manifest(one.key)
             reader = ManifestReader(manifest, StoreSource(repository, manifest, buffers), threads=threads)
             return apply(reader), reader.nbytes
-        finally:
-            buffers.close()
 
 
 def _remember_bad(repository: Repository, key: CheckpointKey, error: CorruptionError) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from everystep.agent.client import TakenSnapshot
 from everystep.errors import CorruptionError
 from everystep.manifest import BLOCK_NBYTES, Manifest, TensorSpec, digest
 from everystep.plan import Fetch, Piece, plan_restore
@@ -17,13 +18,22 @@ from everystep.transfer import Buffers, Transfer
 
 FETCH_NBYTES = 8 << 20
 BUDGET_NBYTES = 64 << 20
+_DIRECT_NBYTES = 1 << 20
+"""Smaller pieces are fetched many at a time."""
 
 
 class Source(Protocol):
     """Where a manifest's bytes are."""
 
+    direct: bool
+    """Whether ``read_into`` may as well go straight into a tensor's memory, without a buffer in between."""
+
+    def read_into(self, number: int, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on of ``objects[number]``."""
+        ...
+
     def bytes_of(self, fetch: Fetch) -> memoryview:
-        """The bytes of one fetch; given back with ``release``."""
+        """The bytes of one fetch in a buffer; given back with ``release``."""
         ...
 
     def release(self, view: memoryview) -> None:
@@ -32,32 +42,42 @@ class Source(Protocol):
 
 
 class MemorySource:
-    """A snapshot in the agent's memory, mapped here."""
+    """A snapshot in the agent's memory."""
 
-    def __init__(self, view: memoryview, file_offsets: Sequence[int]) -> None:
-        self._view = view
-        self._offsets = file_offsets
+    direct = True
+
+    def __init__(self, taken: TakenSnapshot, buffers: Buffers) -> None:
+        self._taken = taken
+        self._buffers = buffers
+
+    def read_into(self, number: int, offset: int, view: memoryview) -> None:
+        """Copy out of the slab."""
+        self._taken.read_into(self._taken.file_offsets[number] + offset, view)
 
     def bytes_of(self, fetch: Fetch) -> memoryview:
-        """A window into the slab; nothing is copied."""
-        begin = self._offsets[fetch.object] + fetch.offset
-        if begin < 0 or begin + fetch.nbytes > len(self._view):
-            message = f"the snapshot's file {fetch.object} reaches beyond its slab"
-            raise CorruptionError(message, kind="bounds", hint="restore an older step from disk")
-        return self._view[begin : begin + fetch.nbytes]
+        """Copy the range into a reused buffer."""
+        view = self._buffers.take(fetch.nbytes)
+        self.read_into(fetch.object, fetch.offset, view)
+        return view
 
     def release(self, view: memoryview) -> None:
-        """Nothing to give back."""
-        view.release()
+        """Give the buffer back."""
+        self._buffers.give_back(view)
 
 
 class StoreSource:
     """A committed checkpoint's objects, read into reused buffers."""
 
+    direct = False  # reading past the page cache wants whole pages, which tensors are not
+
     def __init__(self, repository: Repository, manifest: Manifest, buffers: Buffers) -> None:
         self._store = repository.store
         self._manifest = manifest
         self._buffers = buffers
+
+    def read_into(self, number: int, offset: int, view: memoryview) -> None:
+        """Read the range."""
+        self._store.read_into(self._manifest.objects[number].key, offset, view)
 
     def bytes_of(self, fetch: Fetch) -> memoryview:
         """Read the range; the view begins at the range's first byte."""
@@ -93,30 +113,47 @@ class ManifestReader:
         self.nbytes += plan.nbytes
 
     def _job(self, fetch: Fetch, targets: Sequence[_Target]) -> Callable[[], None]:
-        def run() -> None:
+        windows = [self._window(piece, targets) for piece in fetch.pieces] if self._source.direct else []
+
+        def straight() -> None:
+            for piece, window in zip(fetch.pieces, windows, strict=True):
+                if window is not None:
+                    shard = self._manifest.shards[piece.shard]
+                    for at in range(0, len(window), BLOCK_NBYTES):
+                        block = window[at : at + BLOCK_NBYTES]
+                        self._source.read_into(shard.object, shard.offset + piece.begin + at, block)
+                        self._check(piece, block, at)
+
+        def buffered() -> None:
             view = self._source.bytes_of(fetch)
             try:
                 for piece in fetch.pieces:
-                    self._take(piece, view, targets)
+                    shard = self._manifest.shards[piece.shard]
+                    data = view[piece.at : piece.at + piece.end - piece.begin]
+                    for at in range(0, max(len(data), 1), BLOCK_NBYTES):
+                        self._check(piece, data[at : at + BLOCK_NBYTES], at)
+                    for which in piece.targets:
+                        targets[which].place(shard.region, piece.begin, data)
+                    data.release()
             finally:
                 self._source.release(view)
 
-        return run
+        return straight if windows and all(window is not None for window in windows) else buffered
 
-    def _take(self, piece: Piece, view: memoryview, targets: Sequence[_Target]) -> None:
+    def _window(self, piece: Piece, targets: Sequence[_Target]) -> memoryview | None:
+        """The memory of the one tensor that takes this large piece just as it is stored; None when it has to go through a buffer."""
+        if len(piece.targets) != 1 or piece.end - piece.begin < _DIRECT_NBYTES:
+            return None
+        return targets[piece.targets[0]].window(self._manifest.shards[piece.shard].region, piece.begin, piece.end)
+
+    def _check(self, piece: Piece, block: memoryview, at: int) -> None:
         shard = self._manifest.shards[piece.shard]
-        data = view[piece.at : piece.at + piece.end - piece.begin]
-        first = piece.begin // BLOCK_NBYTES
-        for number, at in enumerate(range(0, max(len(data), 1), BLOCK_NBYTES)):
-            if digest(data[at : at + BLOCK_NBYTES]) != shard.digests[first + number]:
-                spec, stored = self._manifest.tensors[shard.tensor], self._manifest.objects[shard.object]
-                where = f"{stored.key!r} at byte {shard.offset + piece.begin + at}"
-                message = f"tensor {spec.name!r} of step {self.step} is corrupt in {where}"
-                hint = "everystep verify RUN shows what is damaged"
-                raise CorruptionError(message, step=self.step, key=stored.key, kind="digest", hint=hint)
-        for which in piece.targets:
-            targets[which].place(shard.region, piece.begin, data)
-        data.release()
+        if digest(block) != shard.digests[(piece.begin + at) // BLOCK_NBYTES]:
+            spec, stored = self._manifest.tensors[shard.tensor], self._manifest.objects[shard.object]
+            where = f"{stored.key!r} at byte {shard.offset + piece.begin + at}"
+            message = f"tensor {spec.name!r} of step {self.step} is corrupt in {where}"
+            hint = "everystep verify RUN shows what is damaged"
+            raise CorruptionError(message, step=self.step, key=stored.key, kind="digest", hint=hint)
 
 
 class _Target:
@@ -128,6 +165,12 @@ class _Target:
         self.raw = self.tensor.device.type == "cpu" and self.tensor.is_contiguous()
         self.pointer = self.tensor.data_ptr()
         self.itemsize = self.tensor.element_size()
+
+    def window(self, region: Region, begin: int, end: int) -> memoryview | None:
+        """Bytes ``begin:end`` of the tensor's own memory, if the shard that holds ``region`` is laid out like it."""
+        if not self.raw or region != self.whole:
+            return None
+        return self.tensor.view(-1).view(torch.uint8).numpy().data[begin:end]
 
     def place(self, region: Region, begin: int, data: memoryview) -> None:
         """Copy ``data``, the bytes from ``begin`` on of the shard that holds ``region``, to where they belong."""
