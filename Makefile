@@ -48,7 +48,7 @@ test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest $(TESTS)
 
 soak: $(VENV)/.installed-test
-	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest --soak $(TESTS)
+	@HYPOTHESIS_PROFILE=nightly EVERYSTEP_SOAK_ROUNDS=$${EVERYSTEP_SOAK_ROUNDS:-200} $(BIN)/python -m pytest --soak --timeout 3600 $(TESTS)
 
 lint: $(VENV)/.installed-lint
 	@$(BIN)/ruff check .

@@ -85,7 +85,8 @@ def life(folder: str, say: int) -> None:
     if os.environ.get("CAMPAIGN_DEBUG"):
         print(step, where, checkpointer._run.client, file=sys.stderr, flush=True)
     waiting: list[everystep.Pending] = []
-    for step in range(step + 1, step + STEPS_A_LIFE):
+    first = step + 1
+    for step in range(first, first + STEPS_A_LIFE):
         training.step()
         waiting.append(checkpointer.save(step, training.state))
         if checkpointer._run.client is not None and checkpointer._run.client.alive:

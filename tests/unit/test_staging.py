@@ -175,7 +175,7 @@ def test_many_tensors_are_sampled_within_a_bound() -> None:
     bench.stager.idle()
     watch = copies_done.watch
     assert watch is not None
-    assert len(watch.samples) <= 512
+    assert len(watch.samples.host) == 256
     for tensor in tensors:
         tensor.numpy()[...] += 1
     assert watch.changed()
@@ -240,7 +240,8 @@ def test_accelerator_fence_holds_the_stream_not_the_host() -> None:
     bench = Bench([leaf("w", weight), leaf("n", counter, late=False)], make_device=lambda _: device)
     bench.stage(1)
     bench.stager.fence()
-    assert device.log == ["register", "late", "now", "hold"] or device.log == ["register", "now", "late", "hold"]
+    assert sorted(device.log) == ["hold", "late", "now", "register"]
+    assert device.log[-1] == "hold"
     assert bench.finished == []
     device.go()
     bench.stager.idle()

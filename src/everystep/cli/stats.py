@@ -18,7 +18,7 @@ SMALLEST_S, PER_OCTAVE = 1e-6, 4
 
 @guarded
 def stats(run: runs.Run, as_json: output.AsJson = False) -> None:
-    """Show how long each phase took (plan, stage, fence, hash, write, part, commit).
+    """Show how long each phase took (plan, stage, fence, hash, write, sync, commit).
 
     `fence` is what an optimizer's step waited, `call` what `save` took, `total` from the seal to the commit. The figures come from the
     run's living agent, else from what it last recorded.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import random
 import threading
 import time
@@ -27,7 +28,8 @@ from everystep.trainer.state import Leaf
 
 _CHUNK_NBYTES = 16 << 20
 _SAMPLED_LEAVES = 256
-_SAMPLE_NBYTES = 16
+_SAMPLE_NBYTES = 32
+_SAMPLE_SETS = 8
 
 Move = tuple[int, int, int]
 """(target address, source address, nbytes)."""
@@ -88,6 +90,17 @@ class _Copies:
         for late, todo in moves.items():
             (self.late if late else self.now).extend(_mover(group) for group in _chunks(todo))
         self.remote = [(device, late, targets, sources) for (_, late), (device, targets, sources) in remote.items()]
+        self.late_tensors = [leaf.tensor for leaf, _, _ in self.late_leaves]
+        # Still true at every later call: the collector hands out a new list of leaves when a tensor has moved.
+        self.late_pointers = list(map(torch.Tensor.data_ptr, self.late_tensors))
+        self._samples: dict[int, _Samples] = {}
+
+    def samples(self, step: int) -> _Samples:
+        """The bytes to look at for this step."""
+        turn = step % _SAMPLE_SETS
+        if turn not in self._samples:
+            self._samples[turn] = _Samples(self, turn)
+        return self._samples[turn]
 
 
 class _Devices:
@@ -152,69 +165,79 @@ def _strided(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-class _Watch:
-    """What the late tensors were at the call, to compare when their copy is over."""
+_version = operator.attrgetter("_version")  # torch has no public name for it
+
+
+class _Samples:
+    """Which bytes of the late tensors are looked at: a bounded number, drawn once and used every ``_SAMPLE_SETS`` saves."""
 
     def __init__(self, copies: _Copies, seed: int) -> None:
-        self.late = copies.late_leaves
-        self.views = copies.views
-        self.pointers = [leaf.tensor.data_ptr() for leaf, _, _ in self.late]
-        self.versions = [leaf.tensor._version for leaf, _, _ in self.late]  # noqa: SLF001 (torch has no public name for it)
-        chance = random.Random(seed)  # noqa: S311 (which bytes to look at, no secret)
-        count = len(self.late)
-        chosen = range(count) if count <= _SAMPLED_LEAVES else sorted(chance.sample(range(count), _SAMPLED_LEAVES))
-        self.samples: list[tuple[int, int, bytes]] = []
+        chance = random.Random(seed)  # noqa: S311 (no secret)
+        late, count = copies.late_leaves, len(copies.late_leaves)
+        self.host: list[tuple[int, int, int, int]] = []
+        """(which late tensor, address in it, address in the slab, nbytes)."""
         self.remote: dict[int, tuple[Device, list[int], list[torch.Tensor]]] = {}
-        self.before: dict[int, torch.Tensor] = {}
-        self.after: dict[int, torch.Tensor] = {}
-        for which in chosen:
-            leaf, _, device = self.late[which]
+        for which in range(count) if count <= _SAMPLED_LEAVES else sorted(chance.sample(range(count), _SAMPLED_LEAVES)):
+            leaf, index, device = late[which]
             tensor = leaf.tensor.detach()
             nbytes = tensor.numel() * tensor.element_size()
             if not nbytes or not tensor.is_contiguous():
                 continue
             take = min(_SAMPLE_NBYTES, nbytes)
-            if device is not None:
-                _, owners, slices = self.remote.setdefault(id(device), (device, [], []))
+            if device is None:
+                at = chance.randrange(nbytes - take + 1)
+                self.host.append((which, copies.late_pointers[which] + at, copies.views.addresses[index] + at, take))
+            else:
                 at = chance.randrange(max(1, tensor.numel() - 3))
+                _, owners, slices = self.remote.setdefault(id(device), (device, [], []))
                 owners.append(which)
                 slices.append(tensor.view(-1)[at : at + 4].view(torch.uint8))
-                continue
-            for _ in range(2):
-                at = chance.randrange(nbytes - take + 1)
-                self.samples.append((which, at, ctypes.string_at(self.pointers[which] + at, take)))
-        for key, (device, _, slices) in self.remote.items():
-            self.before[key] = device.gather(slices)
+
+
+class _Watch:
+    """What the late tensors were at the call, to compare when their copy is over."""
+
+    def __init__(self, copies: _Copies, step: int) -> None:
+        self.copies = copies
+        self.samples = copies.samples(step)
+        self.versions = list(map(_version, copies.late_tensors))
+        look = ctypes.string_at
+        self.seen = [look(source, nbytes) for _, source, _, nbytes in self.samples.host]
+        self.before = self._gathered()
+        self.after: dict[int, torch.Tensor] = {}
+
+    def _gathered(self) -> dict[int, torch.Tensor]:
+        return {key: device.gather(slices) for key, (device, _, slices) in self.samples.remote.items()}
 
     def copied(self) -> None:
         """The accelerators' copies are enqueued: enqueue the second look behind them."""
-        for key, (device, _, slices) in self.remote.items():
-            self.after[key] = device.gather(slices)
+        self.after = self._gathered()
 
     def changed(self) -> list[str]:
         """Names of the tensors that are not what they were at the call, or not in the slab what they were."""
         torn: dict[str, None] = {}
-        for (leaf, _, _), pointer, version in zip(self.late, self.pointers, self.versions, strict=True):
-            if leaf.tensor._version != version or leaf.tensor.data_ptr() != pointer:  # noqa: SLF001
-                torn[leaf.spec.name] = None
-        for which, at, before in self.samples:
-            leaf, index, _ = self.late[which]
-            if leaf.spec.name not in torn:
-                now = ctypes.string_at(leaf.tensor.data_ptr() + at, len(before))
-                copied = ctypes.string_at(self.views.addresses[index] + at, len(before))
-                if now != before or copied != before:
+        copies, look = self.copies, ctypes.string_at
+        pointers, versions = list(map(torch.Tensor.data_ptr, copies.late_tensors)), list(map(_version, copies.late_tensors))
+        if pointers != copies.late_pointers or versions != self.versions:
+            for which, (leaf, _, _) in enumerate(copies.late_leaves):
+                if pointers[which] != copies.late_pointers[which] or versions[which] != self.versions[which]:
                     torn[leaf.spec.name] = None
+        for (which, source, target, nbytes), before in zip(self.samples.host, self.seen, strict=True):
+            name = copies.late_leaves[which][0].spec.name
+            # A tensor that has moved is torn already, and its old memory may be gone.
+            if name not in torn and (look(source, nbytes) != before or look(target, nbytes) != before):
+                torn[name] = None
         return list(torn)
 
     def changed_remotely(self) -> list[str]:
         """The same for accelerators, once the marks are done."""
         torn: dict[str, None] = {}
-        for key, (_, owners, slices) in self.remote.items():
+        for key, (_, owners, slices) in self.samples.remote.items():
             at = 0
             for which, piece in zip(owners, slices, strict=True):
                 end = at + piece.numel()
                 if not torch.equal(self.before[key][at:end], self.after[key][at:end]):
-                    torn[self.late[which][0].spec.name] = None
+                    torn[self.copies.late_leaves[which][0].spec.name] = None
                 at = end
         return list(torn)
 
