@@ -8,7 +8,7 @@ shell carries out in order. What is done after every event, whatever it was, is 
 What must never happen (the property tests check it):
 
 - a sealed snapshot goes away that is neither durable nor superseded by one sealed later, unless it failed and somebody was told;
-- a slab is leased while it is being persisted or read, or while it is the only sealed one;
+- a slab is leased while it is being persisted or read, or while it is the only sealed one (unless it is the only slab there is and durable);
 - two persists at once; a *bound* snapshot that is dropped without having become durable, failed, or superseded by a later bound one.
 """
 
@@ -484,6 +484,19 @@ class _Draft:
             return self.allocate(nbytes)
         return None
 
+    def only_one(self, nbytes: int) -> SlabRow | None:
+        """Where memory suffices for one slab alone it is refilled when its snapshot is on disk; the disk is what a save goes by then.
+
+        A snapshot that is not there yet is bound, else none would ever follow it.
+        """
+        slab = next(iter(self.state.slabs.values()), None)
+        if len(self.state.slabs) != 1 or slab is None or not is_snapshot(slab):
+            return None
+        if slab.state is SlabState.SEALED and slab.durable and not slab.readers and nbytes <= slab.nbytes <= 2 * nbytes:
+            return self.empty(slab)
+        self.bind_newest()
+        return None
+
 
 def transition(state: AgentState, event: Happened, *, now: float) -> tuple[AgentState, tuple[Action, ...]]:
     """What ``event`` at time ``now`` (seconds, monotonic) makes of ``state``, and what is to be done about it, in order."""
@@ -620,7 +633,7 @@ def _lease_asked(d: _Draft, e: LeaseAsked, _: None) -> None:
     if not d.state.peers[e.conn].attempt:
         d.fail(e, "AgentError", "a slab was asked for before the attempt was named", kind="protocol")
         return
-    slab = d.make_place(e.plan_id, e.nbytes, e.room)
+    slab = d.make_place(e.plan_id, e.nbytes, e.room) or d.only_one(e.nbytes)
     if slab is not None:
         d.change(slab, state=SlabState.FILLING, conn=e.conn, step=e.step, plan_id=e.plan_id)
         d.act(Grant(e.conn, e.request, slab.id, e.plan_id, slab.plan_id == e.plan_id))

@@ -175,7 +175,7 @@ class Driver:
         newest = before.newest()
         for action in actions:
             if isinstance(action, p.Grant):
-                self.compare_grant(before.slabs.get(action.slab), newest)
+                self.compare_grant(before.slabs.get(action.slab), newest, alone=len(before.slabs) == 1)
             if isinstance(action, p.FreeSlab):
                 old = before.slabs[action.slab]
                 check(not old.readers and old.state in (p.SlabState.FREE, p.SlabState.SEALED), "memory freed under somebody")
@@ -208,10 +208,12 @@ class Driver:
         check(settled or not old.bound or any(s.bound for s in newer), "a bound snapshot gave way to one that is not")
         check(old.durable or isinstance(event, p.PersistFinished) or newer, "the newest snapshot is gone and not on disk")
 
-    def compare_grant(self, old, newest):
+    def compare_grant(self, old, newest, *, alone):
         if old is not None:
-            check(old.state is p.SlabState.FREE, f"a slab is leased that is {old.state.value}")
             check(not old.readers, "a slab is leased that is read")
+            if alone and old.state is p.SlabState.SEALED and old.durable:
+                return  # there is memory for one slab only, and its snapshot is on disk
+            check(old.state is p.SlabState.FREE, f"a slab is leased that is {old.state.value}")
             check(newest is None or newest.id != old.id, "the only snapshot is refilled")
 
 
@@ -255,6 +257,13 @@ def lease_newest(self, plan_id, nbytes):
     return found
 
 
+def refill_undurable(self, nbytes):
+    slab = next(iter(self.state.slabs.values()), None)
+    if len(self.state.slabs) == 1 and slab.state is p.SlabState.SEALED and not slab.readers and slab.nbytes >= nbytes:
+        return self.empty(slab)
+    return None
+
+
 REAL_SEALED, REAL_SUITED = p._sealed, p._Draft.suited
 MUTANTS = {
     "refilled while held": ("_Draft", "release", release_at_once),
@@ -263,6 +272,7 @@ MUTANTS = {
     "failure drops the snapshot": ((p.SlabState.PERSISTING, p.PersistFailed), None, always_release),
     "bound is superseded by any": ((p.SlabState.FILLING, p.Sealed), None, supersede_bound),
     "the only sealed slab is refilled": ("_Draft", "suited", lease_newest),
+    "the only slab is refilled before it is on disk": ("_Draft", "only_one", refill_undurable),
 }
 
 

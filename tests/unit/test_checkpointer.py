@@ -583,3 +583,42 @@ def test_other_threads_may_save(tmp_path: Path) -> None:
         worker.start()
         worker.join()
     assert torch.equal(everystep.load(tmp_path / "run")["model"]["0.weight"], trainee.model[0].weight)
+
+
+def test_what_a_killed_agent_left_behind_is_swept(tmp_path: Path) -> None:
+    """Data of a save that a killed agent never committed is deleted by the agent that follows, in the same attempt and in the next."""
+    run = tmp_path / "run"
+    trainee = Trainee()
+    for attempt in (1, 2):
+        with everystep.Checkpointer(run) as checkpointer:
+            checkpointer.restore(trainee.state)
+            step = 10 * attempt
+            checkpointer.save(step, trainee.state, sync=True)
+            left = run / "data" / str(CheckpointKey(step + 1, attempt))
+            left.mkdir()
+            (left / "model-00001-of-00001.safetensors").write_bytes(bytes(5000))
+            assert checkpointer._run.client is not None
+            os.kill(checkpointer._run.client.welcome.pid, 9)
+            trainee.train()
+            for number in range(2, 7):
+                checkpointer.save(step + number, trainee.state)
+            checkpointer.save(step + 7, trainee.state, sync=True)
+            checkpointer.wait()
+        assert not left.exists()
+
+
+def test_what_was_restored_from_memory_may_still_reach_the_disk(tmp_path: Path) -> None:
+    """A trainer killed while the disk is slow goes on from memory; the step it goes on from is committed all the same."""
+    run = tmp_path / "run"
+    trainee = Trainee()
+    with everystep.Checkpointer(run) as checkpointer:
+        checkpointer.save(1, trainee.state, sync=True)
+    repository = Repository.open(str(run))
+    manifest = repository.manifest(CheckpointKey(1, 1))
+    repository.store.delete(f"manifests/{CheckpointKey(1, 1)}.json")  # as if it were still being written
+    repository.start_attempt(parent=CheckpointKey(1, 1), now=0.0)
+    repository.commit(manifest)
+    assert repository.lineage() == [CheckpointKey(1, 1)]
+    repository.start_attempt(parent=None, now=0.0)
+    with pytest.raises(everystep.ConflictError):
+        repository.commit(manifest)

@@ -364,7 +364,7 @@ def test_capacity_is_refused_with_numbers():
 
 
 def test_one_slab_is_enough_with_a_warning():
-    """F30: room for one of three slabs: a note, no second slab, and saves are skipped while it is busy."""
+    """F30: room for one of three slabs: a note, no second slab; saves are skipped while it is busy, and go by way of the disk."""
     agent = Agent()
     agent.trainer()
     agent.feed(p.PlanAnnounced(conn=TRAINER, request=5, plan_id="a", nbytes=100, room=150))
@@ -373,7 +373,20 @@ def test_one_slab_is_enough_with_a_warning():
     assert agent.lease(2, room=50) is None
     assert agent.one(p.Refuse).kind == "memory"
     agent.feed(p.PersistFinished(slab=slab))
-    assert agent.lease(2, room=50) is None  # durable, but the only sealed one
+    assert agent.lease(2, room=50) == slab
+    assert agent.kinds() == ["Grant"]
+    assert agent.steps() == []
+
+
+def test_one_slab_does_not_get_stuck():
+    """With one slab and no disk cadence, a save that finds an unpersisted snapshot in it is skipped and has that one persisted, so that others can follow."""
+    agent = Agent()
+    agent.trainer(idle=False, budget=150)
+    slab = agent.save(1)
+    assert agent.lease(2) is None
+    assert agent.kinds() == ["Refuse", "StartPersist"]
+    agent.feed(p.PersistFinished(slab=slab))
+    assert agent.lease(3) == slab
 
 
 def test_slabs_of_an_old_layout_make_room():

@@ -140,6 +140,19 @@ class _Aside:
             raise self._error
 
 
+def sweep_leftovers(repository: Repository, stats: AgentStats) -> None:
+    """Delete what a killed agent or trainer has left behind. Only between persists: then nothing of this agent's is half written."""
+    try:
+        freed = repository.sweep(repository.plan_sweep(now=time.time(), sole_committer=True))
+    except CheckpointError as error:
+        stats.count("sweep_failures")
+        _log.warning("what killed processes left behind could not be swept: %s", error)
+        return
+    if freed:
+        stats.count("bytes_swept", freed)
+        _log.info("swept %d bytes that killed processes had left behind", freed)
+
+
 def forget_unkept(repository: Repository, keep: Keep, stats: AgentStats) -> list[CheckpointKey]:
     """Do what retention decides; returns what is gone. A store that fails is told in the log and counted: the next commit tries again."""
     gone = []

@@ -19,7 +19,7 @@ from typing import ClassVar
 from everystep import __version__, protocol
 from everystep.agent import messages
 from everystep.agent.memory import Room, SlabMemory, memory_room
-from everystep.agent.persist import Snapshot, check_plan, forget_unkept, persist
+from everystep.agent.persist import Snapshot, check_plan, forget_unkept, persist, sweep_leftovers
 from everystep.agent.stats import AgentStats
 from everystep.agent.wire import HELLO_NBYTES, Anything, Channel
 from everystep.errors import AgentError, CheckpointError, ConflictError
@@ -113,6 +113,7 @@ class AgentServer:
         self._state = protocol.AgentState(idle_s=idle_s, idle_since=clock())
         self._connections: dict[int, _Connection] = {}
         self._next_connection = 1
+        self._swept_for = -1
         self._plans: dict[str, SavePlan] = {}
         self._memory: dict[int, SlabMemory] = {}
         self._errors: dict[int, messages.Failed] = {}
@@ -504,6 +505,9 @@ class AgentServer:
         for key in forget_unkept(self.repository, keep, self.stats):
             with self._lock:
                 self._tell(seal_conn, messages.Event(what="forgotten", step=key.step, attempt=key.attempt))
+        if self._swept_for != snapshot.key.attempt:
+            self._swept_for = snapshot.key.attempt
+            sweep_leftovers(self.repository, self.stats)
 
     def _record_late(self, key: CheckpointKey, metrics: dict[str, float]) -> None:
         try:

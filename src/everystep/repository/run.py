@@ -273,8 +273,8 @@ class Repository:
         """Create the manifest. Idempotent.
 
         Raises:
-            ConflictError: A higher attempt exists (``kind`` "superseded-attempt"), another manifest is there ("manifest"), or the key is
-                forgotten ("forgotten"; then what this call created is withdrawn).
+            ConflictError: A higher attempt exists that does not go on from this step (``kind`` "superseded-attempt"), another manifest is
+                there ("manifest"), or the key is forgotten ("forgotten"; then what this call created is withdrawn).
         """
         key = CheckpointKey(manifest.step, manifest.attempt)
         self._refuse_if_superseded(key)
@@ -293,7 +293,7 @@ class Repository:
         if created and self.newest_attempt() > key.attempt and not self._all_there(manifest):
             # We slept between the first look and the creation, and a newer attempt's sweep took the data; its tombstone may be gone too.
             self.store.delete(name)
-            self._refuse_if_superseded(key)
+            raise self._was_forgotten(key)
 
     def _compare(self, name: str, data: bytes, key: CheckpointKey) -> None:
         try:
@@ -308,7 +308,8 @@ class Repository:
 
     def _refuse_if_superseded(self, key: CheckpointKey) -> None:
         newest = self.newest_attempt()
-        if newest > key.attempt:
+        # What the newest attempt itself goes on from may still arrive: its trainer was restored from memory before the disk had it.
+        if newest > key.attempt and not self.in_lineage(key):
             raise ConflictError(
                 f"attempt {key.attempt} of run {self.store.url!r} cannot commit step {key.step}: attempt {newest} has started since",
                 step=key.step, key=str(key), kind="superseded-attempt",
@@ -505,9 +506,11 @@ class Repository:
         return needed, sorted(unreadable, key=age)
 
     # -- sweeping ------------------------------------------------------------------------------------------------
-    def plan_sweep(self, *, now: float, in_progress: Sequence[CheckpointKey] = ()) -> list[Swept]:
+    def plan_sweep(self, *, now: float, in_progress: Sequence[CheckpointKey] = (), sole_committer: bool = False) -> list[Swept]:
         """Data nobody refers to and that no attempt can still commit, half-done deletions, expired holds, temporary files.
 
+        With ``sole_committer`` the caller is the only one who could commit anything of the newest attempt: what of it is not
+        ``in_progress`` is left over too, although the attempt is alive.
         What looks deletable but has to stay for now is listed with ``blocked`` and the reason.
         """
         manifests, forgotten = self._keys("manifests/"), self._keys("forgotten/")
@@ -515,7 +518,7 @@ class Repository:
         with_data = {key for name in self.store.folders("data/") if (key := parsed(name))}
         folders = with_data - self._keys("manifests/") | (manifests & forgotten)
         newest, busy = self.newest_attempt(), frozenset(in_progress)
-        alive = self._lives(newest, now)
+        alive = not sole_committer and self._lives(newest, now)
         planned: list[Swept] = []
         doomed: dict[CheckpointKey, str] = {}
         for key in sorted((folders | forgotten) - busy, key=age):
