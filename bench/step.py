@@ -15,6 +15,9 @@ import torch
 from _common import Results, main, percentile, say
 from _engines import ENGINES, Saver, Training, memcpy
 
+WARM = 3
+"""Saves before the timed ones: everystep has three slabs, and fills each for the first time."""
+
 
 class Taken:
     """What one system's blocks gave."""
@@ -29,12 +32,14 @@ class Taken:
 
 
 def block(training: Training, saver: Saver, taken: Taken, *, steps: int) -> None:
-    """An untimed step with the first save, timed steps, and the read-back of the last save."""
-    training.step(saver)
-    began = time.perf_counter()
-    saver.save(training.number, training.state)
-    taken.first_s.append(time.perf_counter() - began)
-    saver.wait()
+    """Steps with the first saves, timed steps, and the read-back of the last save."""
+    for index in range(WARM):
+        training.step(saver)
+        began = time.perf_counter()
+        saver.save(training.number, training.state)
+        if index == 0:
+            taken.first_s.append(time.perf_counter() - began)
+        saver.wait()
     times = []
     for _ in range(steps):
         training.fence.seconds = 0.0

@@ -8,7 +8,7 @@ shell carries out in order. What is done after every event, whatever it was, is 
 What must never happen (the property tests check it):
 
 - a sealed snapshot goes away that is neither durable nor superseded by one sealed later, unless it failed and somebody was told;
-- a slab is leased while it is being persisted or read, or while it is the only sealed one (unless it is the only slab there is and durable);
+- a slab is leased while it is being persisted or read, or while it is the only sealed one (unless there is but one slab, and durable);
 - two persists at once; a *bound* snapshot that is dropped without having become durable, failed, or superseded by a later bound one.
 """
 

@@ -208,6 +208,25 @@ def test_a_child_dies_with_its_context() -> None:
     assert not psutil.pid_exists(child.pid)
 
 
+def test_ctrl_c_while_a_child_starts_loses_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes after the process is known, and cleaning up ends it."""
+    real, started = subprocess.Popen, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        process = real(*args, **kwargs)
+        started.append(process)
+        os.kill(os.getpid(), signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        watch.Child("http.server", ["0", "--bind", "127.0.0.1"], threads=1)
+    assert started[0].poll() is None
+    watch.end_children()
+    assert started[0].poll() == -signal.SIGKILL
+    started[0].stdout.close()
+
+
 def _life(losses: dict[int, str], **more: Any) -> acts.Training:
     return acts.Training(losses=list(losses.items()), step_s=[0.1], stall_s=[0.0], **more)
 

@@ -24,7 +24,7 @@ from everystep.agent import messages
 from everystep.agent.memory import Mapping
 from everystep.agent.runtime import LOG_NBYTES, Place, runtime_dir, sockets
 from everystep.agent.wire import Anything, Channel
-from everystep.errors import AgentError, CheckpointError, ConfigError, CorruptionError, NotFoundError, rebuild
+from everystep.errors import AgentError, CheckpointError, ConfigError, ConflictError, CorruptionError, NotFoundError, rebuild
 from everystep.manifest import Manifest, decode
 from everystep.plan import SavePlan
 from everystep.policy import Cadence, Keep
@@ -159,6 +159,7 @@ class AgentClient:
             hello = messages.Hello(protocol=messages.PROTOCOL, role=role, run_id=run_id, pid=os.getpid())
             try:
                 client._welcome = client._ask(hello, messages.Welcome)
+                _refuse_other_place(client._welcome, run_url, spawn=spawn)
             except BaseException:
                 client.close(bye=False)
                 raise
@@ -237,16 +238,22 @@ class AgentClient:
             return answer
         if not isinstance(answer, messages.SlabGranted):
             raise _unexpected(answer)
-        for freed in answer.freed:
-            self._mappings.pop(freed).close()
+        self._note_granted(answer, fd)
+        return Slab(answer.slab, self._mappings[answer.slab], headers_written=answer.headers_written)
+
+    def _note_granted(self, granted: messages.SlabGranted, fd: int | None) -> None:
+        """Keep the mappings in step with what the agent thinks we have."""
+        for freed in granted.freed:
+            mapping = self._mappings.pop(freed, None)
+            if mapping is not None:
+                mapping.close()
         if fd is not None:
             try:
-                mapping = Mapping(fd, answer.nbytes)
+                mapping = Mapping(fd, granted.nbytes)
             finally:
                 os.close(fd)
-            self._mappings[answer.slab] = mapping
+            self._mappings[granted.slab] = mapping
             threading.Thread(target=mapping.populate, name="everystep-populate", daemon=True).start()
-        return Slab(answer.slab, self._mappings[answer.slab], headers_written=answer.headers_written)
 
     def seal(self, slab: Slab, *, plan: SavePlan, step: int, attempt: int, saved_at: float, values: bytes, metrics: dict[str, float],
              bound: bool, pin: bool, timings_s: dict[str, float]) -> None:  # fmt: skip
@@ -271,7 +278,12 @@ class AgentClient:
     @contextlib.contextmanager
     def take(self, slab: int) -> Iterator[TakenSnapshot]:
         """Hold a snapshot. CorruptionError when its digests cannot be trusted; NotFoundError when it is gone."""
-        answer, fd = self._request(messages.TakeSnapshot(slab=slab))
+        try:
+            answer, fd = self._request(messages.TakeSnapshot(slab=slab))
+        except BaseException:
+            with contextlib.suppress(OSError):  # perhaps it is held for us all the same: an answer may still be under way
+                self._channel.send(messages.ReleaseSnapshot(id=next(self._ids), slab=slab))
+            raise
         try:
             if not isinstance(answer, messages.SnapshotTaken):
                 raise _unexpected(answer)
@@ -372,11 +384,14 @@ class AgentClient:
             if not waiter.arrived.wait(timeout_s):
                 raise AgentError(f"the agent did not answer {type(message).__name__} within {timeout_s:g} s", kind="timeout",
                                  hint="everystep agent ls")  # fmt: skip
-        finally:
+        except BaseException:
             with self._lock:
                 self._waiters.pop(number, None)
-                if not waiter.arrived.is_set() and waiter.fd is not None:  # came between the time-out and here
-                    os.close(waiter.fd)
+            if waiter.answer is not None:  # it came between the time-out or the interrupt and here
+                self._unclaimed(waiter.answer, waiter.fd)
+            raise
+        with self._lock:
+            self._waiters.pop(number, None)
         answer = waiter.answer
         if answer is None:
             raise self._gone()
@@ -398,9 +413,18 @@ class AgentClient:
             if waiter is not None:
                 waiter.answer, waiter.fd, fd = message, fd, None
                 waiter.arrived.set()
-        if fd is not None:
-            os.close(fd)  # too late: nobody waits any more
-        if waiter is None and isinstance(message, messages.Failed):
+        if waiter is None:
+            self._unclaimed(message, fd)
+
+    def _unclaimed(self, message: Anything, fd: int | None) -> None:
+        """An answer for which nobody waits any more. A slab that was granted is taken note of and given back, else it would stay leased."""
+        if isinstance(message, messages.SlabGranted):
+            self._note_granted(message, fd)
+            with contextlib.suppress(OSError):  # it is gone: as good
+                self._channel.send(messages.GiveBack(id=next(self._ids), slab=message.slab))
+        elif fd is not None:
+            os.close(fd)
+        if isinstance(message, messages.Failed) and not message.id:
             _log.warning("the agent ends the connection: %s", message.message)
 
     def _lost(self) -> None:
@@ -471,6 +495,22 @@ def _check_bounds(manifest: Manifest, taken: messages.SnapshotTaken) -> None:
     if len(taken.file_offsets) != len(manifest.objects) or low < 0 or high > taken.slab_nbytes:
         raise CorruptionError(f"the snapshot of step {manifest.step} in memory lies outside its slab", step=manifest.step, kind="bounds",
                               hint="take the newest checkpoint on disk")  # fmt: skip
+
+
+def _refuse_other_place(welcome: messages.Welcome, run_url: str, *, spawn: bool) -> None:
+    """A run that was moved or copied has the id it had, but its agent writes to where it was: for the other place it is no agent."""
+    theirs = welcome.run_url
+    if theirs == run_url or "://" in theirs or "://" in run_url:
+        return
+    with contextlib.suppress(OSError):
+        if os.path.samefile(Path(theirs, "run.json"), Path(run_url, "run.json")):
+            return
+    if not spawn:
+        raise _no_agent(run_url)
+    raise ConflictError(
+        f"run {run_url!r} was moved or copied: its agent, pid {welcome.pid}, serves it at {theirs!r}", key=run_url, kind="other-place",
+        hint=f"if moved: move it back, or kill {welcome.pid}; if copied: delete the copy's run.json, it gets an id of its own",
+    )  # fmt: skip
 
 
 def _connect(place: Place, until: float) -> socket.socket | None:

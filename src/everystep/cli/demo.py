@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import statistics
 import tempfile
 from importlib import metadata
@@ -20,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from everystep.demo.acts import DemoFailedError, Setting, Training, clean_up, compare, sample, train
+from everystep.demo.acts import TORCH_CACHE, DemoFailedError, Setting, Training, clean_up, compare, sample, train
 from everystep.demo.export import export
 from everystep.demo.show import Stage, nbytes_text, printable, seconds_text
 from everystep.demo.sizes import SIZES
@@ -75,6 +76,8 @@ def run(
     stage = Stage(console=console)
     kept = keep or directory is not None
     code = 1
+    signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / TORCH_CACHE))
     try:
         code = _play(setting, stage, as_json=as_json, kept=kept)
     except DemoFailedError as error:
@@ -83,8 +86,15 @@ def run(
         stage.console.print("\nStopped; everything that the demo started is ended.")
         code = 130
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleaning up
         clean_up(folder, keep=kept)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     raise typer.Exit(code)
+
+
+def _interrupt(*_: object) -> None:
+    """A polite kill is a Ctrl-C: everything that was started is ended."""
+    raise KeyboardInterrupt
 
 
 def _play(setting: Setting, stage: Stage, *, as_json: bool, kept: bool) -> int:
@@ -230,7 +240,7 @@ def _compare(setting: Setting, stage: Stage, *, step_s: float) -> list[dict[str,
     stage.say("A save at every step by each in turn (A B C D E, and again), on the same model, in one process.", style="dim")
     seconds = max(4.0, min(60.0, setting.budget_s - stage.elapsed))
     with stage.doing("measuring") as update:
-        # Two rounds are the least: where steps are slow, they are shorter.
+        # Where steps are slow, rounds are shorter, so that there is time for more than one.
         rows = compare(
             setting,
             seconds=seconds,
@@ -254,9 +264,10 @@ def _compare(setting: Setting, stage: Stage, *, step_s: float) -> list[dict[str,
             style="bold" if own else "",
         )
     stage.console.print(Padding(table, (0, 0, 0, 3)))
+    count, rounds = rows[0]["steps"], rows[0]["rounds"]
     stage.say(
-        f"Medians of {rows[0]['steps']} steps each. Stall: what training waited for, in the call and before the optimizer's step. "
-        "To durable: from the call until a power cut cannot take it.",
+        f"Medians of {count} steps each, in {rounds} round{'s' if rounds > 1 else ''}. Stall: what training waited for, in the call and "
+        "before the optimizer's step. To durable: from the call until a power cut cannot take it.",
         style="dim",
     )
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import pathlib
 import shutil
@@ -13,7 +14,11 @@ from typing import Any
 
 from everystep.demo.show import Stage, Status
 from everystep.demo.sizes import SIZES, Size
-from everystep.demo.watch import Child, Event, agent_of, kill_process, runs_below
+from everystep.demo.watch import Child, Event, agent_of, agents_below, end_children, kill_process
+
+
+TORCH_CACHE = "torch"
+"""Folder for what torch itself would leave in the machine's temporary directory."""
 
 
 class DemoFailedError(Exception):
@@ -131,7 +136,7 @@ def sample(setting: Setting, folder: pathlib.Path) -> tuple[str, str]:
 
 def compare(setting: Setting, *, seconds: float, steps: int, on_block: Callable[[str, int], None]) -> list[dict[str, Any]]:
     """The table's rows: medians over all blocks (of ``steps`` timed steps, for about ``seconds``) of each mode."""
-    step_s: dict[str, list[float]] = {}
+    step_s: dict[str, dict[int, list[float]]] = {}
     stall_s: dict[str, list[float]] = {}
     durable_s: dict[str, list[float]] = {}
     folder = setting.folder / "compare"
@@ -144,7 +149,7 @@ def compare(setting: Setting, *, seconds: float, steps: int, on_block: Callable[
                 raise DemoFailedError(f"the comparison failed: {event['message']}")
             if event["event"] == "timed":
                 on_block(event["mode"], event["round"])
-                step_s.setdefault(event["mode"], []).append(event["seconds"])
+                step_s.setdefault(event["mode"], {}).setdefault(event["round"], []).append(event["seconds"])
                 stall_s.setdefault(event["mode"], []).append(event["stall"])
             elif event["event"] == "durable":
                 durable_s.setdefault(event["mode"], []).append(event["seconds"])
@@ -153,18 +158,20 @@ def compare(setting: Setting, *, seconds: float, steps: int, on_block: Callable[
         if wrong or not ended:
             raise DemoFailedError(f"the comparison ended too early ({wrong})")
     shutil.rmtree(folder, ignore_errors=True)
-    base = statistics.median(step_s["none"])
+    base = {number: statistics.median(times) for number, times in step_s["none"].items()}
     return [
         {
             "mode": mode,
-            "step_s": statistics.median(times),
-            "ratio": statistics.median(times) / base,
+            "step_s": statistics.median(itertools.chain.from_iterable(rounds.values())),
+            # By round: what else the machine did in a round slowed all modes of that round.
+            "ratio": statistics.median([statistics.median(times) / base[number] for number, times in rounds.items()]),
             "stall_p50_s": statistics.median(stall_s[mode]),
             "stall_p99_s": percentile(stall_s[mode], 99),
             "durable_s": statistics.median(durable_s[mode]) if mode in ("disk", "torch", "dcp") else None,
-            "steps": len(times),
+            "steps": sum(map(len, rounds.values())),
+            "rounds": len(rounds),
         }
-        for mode, times in step_s.items()
+        for mode, rounds in step_s.items()
     ]
 
 
@@ -175,10 +182,10 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def clean_up(folder: pathlib.Path, *, keep: bool) -> list[int]:
-    """End the agents that still hold something of a run below ``folder`` and, unless ``keep``, remove it; returns their process ids."""
-    left = [pid for pid in map(agent_of, runs_below(folder)) if pid is not None]
+    """End what still runs for ``folder`` and, unless ``keep``, remove it; returns the agents' process ids."""
+    end_children()
+    left = agents_below(folder)
     for pid in left:
         kill_process(pid)
-    if not keep:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder / TORCH_CACHE if keep else folder, ignore_errors=True)
     return left

@@ -1,7 +1,7 @@
 """Measures what a checkpoint at every step costs: everystep to memory and to disk, torch.save and DCP async_save, in turn, in one process.
 
 Theory of operation: the modes take turns in short blocks (A B C D E, then again), so that whatever else the machine does falls on
-all of them alike. A block begins with an untimed save, because the first one of any system allocates; the timed steps follow, and the
+all of them alike. A block begins with untimed saves, because the first ones of any system allocate; the timed steps follow, and the
 block ends, untimed, when its last save is durable. A stall is everything the training loop waited for: the call, and the fence before the
 optimizer's step.
 """
@@ -26,6 +26,9 @@ from everystep.demo.model import build
 from everystep.demo.sizes import SIZES
 from everystep.demo.text import Loader, read_text
 from everystep.demo.trainer import FenceClock, emit
+
+_WARM = 3
+"""Untimed saves of a block: everystep has three slabs, and fills each for the first time."""
 
 State = dict[str, Any]
 Save = Callable[[int, State], object]
@@ -102,7 +105,7 @@ MODES: dict[str, Callable[[pathlib.Path], contextlib.AbstractContextManager[tupl
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Rounds of all modes until the time is up (two at least)."""
+    """Rounds of all modes while there is time for one more (one at least)."""
     size = SIZES[arguments.size]
     torch.set_num_threads(arguments.threads)
     model, optimizer, scheduler = build(size, steps=10_000)
@@ -123,14 +126,15 @@ def compare(arguments: argparse.Namespace) -> None:
     for _ in range(3):
         train()
     began, rounds, took = time.perf_counter(), 0, 0.0
-    while rounds < 2 or time.perf_counter() - began + took / rounds < arguments.seconds:
+    while rounds == 0 or took + took / rounds < arguments.seconds:
         order = list(MODES)
         for mode in order[rounds % len(order) :] + order[: rounds % len(order)]:
             folder = arguments.folder / f"{mode}-{rounds}"
             with MODES[mode](folder) as (save, wait):
-                train()
-                save(step, state)
-                wait()
+                for _ in range(_WARM):
+                    train()
+                    save(step, state)
+                    wait()
                 for _ in range(arguments.steps):
                     fence.seconds = 0.0
                     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,14 +35,20 @@ class Child:
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         }
         self._errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed in __exit__)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            start_new_session=True,
-        )
+        try:
+            with _interrupts_later():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    env=environment,
+                    start_new_session=True,
+                )
+                _running.add(self._process)
+        except BaseException:  # also an interrupt
+            self._errors.close()
+            raise
         self.pid = self._process.pid
 
     def events(self) -> Iterator[Event]:
@@ -69,9 +77,38 @@ class Child:
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self.kill()
+        _running.discard(self._process)
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+"""Every child there is, also one whose ``with`` block an interrupt kept from beginning."""
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C in the middle of starting a process would lose it: here it comes when the process is known."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def end_children() -> None:
+    """``kill -9`` whatever child still runs."""
+    for process in list(_running):
+        process.kill()
+        process.wait()
+        _running.discard(process)
 
 
 def kill_process(pid: int) -> None:
@@ -96,6 +133,11 @@ def agent_of(run: pathlib.Path) -> int | None:
         client.close()
 
 
-def runs_below(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Every run's directory below ``folder``."""
-    return sorted(path.parent for path in folder.rglob("run.json"))
+def agents_below(folder: pathlib.Path) -> list[int]:
+    """Agents of runs below ``folder``, also those that do not answer yet: their command line names the run."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if "everystep.agent" in words and any(pathlib.Path(word).is_relative_to(folder) for word in words):
+            found.append(int(process.info["pid"]))
+    return found

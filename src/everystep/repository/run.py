@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import secrets
 import time
@@ -34,6 +35,7 @@ from everystep.repository.records import (
 from everystep.repository.verifying import verify_objects, verify_parts
 from everystep.store import Store, open_store
 
+_log = logging.getLogger(__name__)
 _ATTEMPT = re.compile(r"([0-9]{6,})\.(claim|json)")
 _RECORDS = ("pins/", "verified/", "metrics/")
 _TEMPORARY_AGE_S = 3600.0
@@ -55,15 +57,26 @@ class Repository:
         return repository
 
     def begin(self, *, create: bool) -> None:
-        """Read ``run.json``, or make it; see ``open``."""
+        """Read ``run.json``, or make it; see ``open``. One that is lost, of a run with checkpoints, is made again."""
         try:
             data = self.store.get("run.json")
         except NotFoundError as error:
-            if not create:
+            lost = any(True for _ in self.store.list("manifests/"))  # no reason to see no checkpoints, and to start over them
+            if not create and not lost:
                 raise NotFoundError(
                     f"no run at {self.store.url!r}", key=self.store.url, kind="no-run", hint="check the path; the first save makes a run"
                 ) from error
-            self.store.create("run.json", encode("run", RunRecord(secrets.token_hex(8))))
+            try:
+                self.store.create("run.json", encode("run", RunRecord(secrets.token_hex(8))))
+            except StoreError as failed:
+                if create:
+                    raise
+                raise CorruptionError(
+                    f"run {self.store.url!r} has checkpoints but no run.json, and none can be written: {failed}", key="run.json",
+                    kind="no-run-record", hint="put run.json back, or make the folder writable: a new one is made then",
+                ) from failed  # fmt: skip
+            if lost:
+                _log.warning("run %r had checkpoints but no run.json: it has a new one, with a new id", self.store.url)
             # Read back: where "create only if new" is not exclusive two starters agree on one id all the same.
             data = self.store.get("run.json")
         self._run_id = self._read_run(data).run_id
@@ -262,6 +275,7 @@ class Repository:
                 f"step {key.step} of attempt {key.attempt} in {self.store.url!r} is committed already", step=key.step, key=str(key),
                 kind="committed", hint="save each step once",
             )  # fmt: skip
+        self._refuse_elsewhere()
         self.store.put(self.data_key(key, file_name), data, nbytes=nbytes)
 
     def put_part(self, part: Part) -> None:
@@ -277,6 +291,7 @@ class Repository:
                 there ("manifest"), or the key is forgotten ("forgotten"; then what this call created is withdrawn).
         """
         key = CheckpointKey(manifest.step, manifest.attempt)
+        self._refuse_elsewhere()
         self._refuse_if_superseded(key)
         if key in self._keys("forgotten/"):
             raise self._was_forgotten(key)
@@ -294,6 +309,23 @@ class Repository:
             # We slept between the first look and the creation, and a newer attempt's sweep took the data; its tombstone may be gone too.
             self.store.delete(name)
             raise self._was_forgotten(key)
+
+    def _refuse_elsewhere(self) -> None:
+        """Nothing is written where this run is no longer: moved or deleted under its writer, perhaps with another run in its place."""
+        if not self._run_id:
+            return
+        try:
+            there = self._read_run(self.store.get("run.json")).run_id
+        except NotFoundError as error:
+            raise PermanentStoreError(
+                f"there is no run at {self.store.url!r} any more: it was moved or deleted while it was in use", key=self.store.url,
+                kind="run-gone", hint="move it back, or start again with the path where it is now",
+            ) from error  # fmt: skip
+        if there != self._run_id:
+            raise ConflictError(
+                f"another run, {there!r}, is at {self.store.url!r} now, in the place of {self._run_id!r}", key=self.store.url,
+                kind="other-run", hint="start again: what is saved there belongs to the new run",
+            )  # fmt: skip
 
     def _compare(self, name: str, data: bytes, key: CheckpointKey) -> None:
         try:

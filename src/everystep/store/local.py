@@ -74,6 +74,8 @@ class LocalStore:
         self._refuses_direct: set[int] = set()
         self._refuses_fallocate: set[int] = set()
         self._synced_s = 0.0
+        self._was_there = False
+        """Whether the store's folder has been seen: then it is not made again when it is gone."""
 
     def __repr__(self) -> str:
         return f"LocalStore({self.path!r})"
@@ -163,7 +165,7 @@ class LocalStore:
         def remove() -> int:
             self._durable_folders = {folder for folder in self._durable_folders if not (folder + "/").startswith(path + "/")}
             try:
-                freed = self._remove_tree(path)
+                freed = self._remove_link_or_tree(path)
                 self._fsync_folder(os.path.dirname(path))
             except FileNotFoundError:
                 return 0
@@ -183,6 +185,7 @@ class LocalStore:
                 got = self._read_all(fd, memoryview(data), 0)
             finally:
                 self._disk.close(fd)
+            self._was_there = True
             return bytes(data[:got])
 
         return self._do("read", key, read)
@@ -264,6 +267,7 @@ class LocalStore:
             return
         if path == self.path:
             self._ensure_root()
+            self._was_there = True
         else:
             parent = os.path.dirname(path)
             self._ensure_folder(parent)
@@ -274,6 +278,12 @@ class LocalStore:
     def _ensure_root(self) -> None:
         parent = os.path.dirname(self.path)
         missing = [path for path in (self.path, parent) if not self._is_there(path)]
+        if missing and self._was_there:
+            # What would be written to a new folder of this name nobody would find: it is no run, and the run is elsewhere or deleted.
+            raise PermanentStoreError(
+                f"the folder {self.path!r} is gone: it was moved or deleted while it was in use", key=self.path, kind="run-gone",
+                hint="move it back, or start again with the path where it is now",
+            )  # fmt: skip
         if len(missing) == 2 and not self._is_there(os.path.dirname(parent)):
             raise ConfigError(
                 f"cannot make the run {self.path!r}: {os.path.dirname(parent)!r} does not exist",
@@ -341,6 +351,15 @@ class LocalStore:
                 except NotFoundError:
                     continue
                 yield key, found.nbytes, found.modified_at
+
+    def _remove_link_or_tree(self, path: str) -> int:
+        """What a symbolic link leads to lies outside of the run perhaps, beside what is not ours: the link goes, that stays."""
+        parent, name = os.path.split(path)
+        found = next((entry for entry in self._disk.scandir(parent) if entry.name == name), None)
+        if found is None or found.is_folder:
+            return self._remove_tree(path)
+        self._disk.unlink(path)
+        return 0
 
     def _remove_tree(self, path: str) -> int:
         freed = 0

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everystep import policy
@@ -29,10 +31,14 @@ from everystep.trainer.finding import RestoredFrom, restore_newest
 from everystep.trainer.pending import Pending, Report
 from everystep.trainer.staging import SlabViews, Stager, Staging, order_of
 from everystep.trainer.state import Collected, RestoreReport, StateCollector, load_state, restore_into
+from everystep.trainer.tensors import is_text
 
 __all__ = ["Checkpointer", "Pending", "Report", "load"]
 
 _log = logging.getLogger("everystep")
+_DRAIN_TIMEOUT_S = 3600.0
+_OF_ONE_STEP = ("forgotten", "committed")
+"""Conflicts that concern one step's checkpoint and not who has the run."""
 _PLANS = 4
 """Plans remembered at a time; the agent remembers more, so that a plan known here is known there."""
 
@@ -93,6 +99,7 @@ class Checkpointer:
         self._last_step: int | None = None
         self._last: Pending | None = None
         self._last_bound_at: float | None = None
+        self._skipped: int | None = None
         self._in_a_row = 0
         self._pending: dict[int, Pending] = {}
         self._warned: set[str] = set()
@@ -134,19 +141,22 @@ class Checkpointer:
             if self._run.conflict is not None:
                 raise self._run.conflict
             self._raise_if_failing()
-            if self._last is not None and step == self._last_step:
+            if self._last is not None and step == self._last_step and self._last.report.outcome != "failed":
                 return self._again(self._last, sync=sync)
             if self._last_step is not None and step < self._last_step:
                 message = f"step {step} comes after step {self._last_step} in the same attempt"
                 raise ConfigError(message, step=step, kind="step-order", hint="steps grow; restore(state, step=...) starts a new timeline")
-            bound = pin or sync
-            now = time.time()
-            bound = bound or policy.disk_bound(step, self.cadence, now=now, last_bound_at=self._last_bound_at)
+            must = pin or sync
+            ticks = time.monotonic()  # the clock on the wall may be set back, and then nothing would be due for long
+            bound = must or policy.disk_bound(step, self.cadence, now=ticks, last_bound_at=self._last_bound_at)
             if not bound and not policy.is_due(step, self.cadence.memory):
                 pending = Pending(step)
                 pending._advance("skipped", reason=f"not due: memory every {self.cadence.memory} steps")
                 return pending
-            pending = self._take(step, state, dict(metrics or {}), bound=bound, pin=pin, began=began, now=now)
+            with _outside_inference():
+                pending = self._take(step, state, _numbers(metrics or {}, step), bound=bound, must=must, pin=pin, began=began)
+            if bound and self._last is pending:
+                self._last_bound_at = ticks
         if sync:
             pending.wait("disk")
         return pending
@@ -159,20 +169,21 @@ class Checkpointer:
             if client is None or attempt is None:
                 message = f"step {step} was not saved by this checkpointer"
                 raise NotFoundError(message, step=step, kind="no-save", hint="call record after save")
-            client.record_metrics(step=step, attempt=attempt, metrics={name: float(value) for name, value in metrics.items()})
+            client.record_metrics(step=step, attempt=attempt, metrics=_numbers(metrics, step))
 
     def _take(
-        self, step: int, state: Mapping[str, Any], metrics: dict[str, float], *, bound: bool, pin: bool, began: float, now: float
+        self, step: int, state: Mapping[str, Any], metrics: dict[str, float], *, bound: bool, must: bool, pin: bool, began: float
     ) -> Pending:
-        pending = Pending(step)
+        pending, now = Pending(step), time.time()
         collected = self._collector.collect(state)
-        numbers = {name: float(value) for name, value in metrics.items()}
         try:
             client, attempt = self._run.writing()
             plan, order = self._planned(collected)
             self._run.prepare(client, plan)
             planned_s = time.perf_counter() - began
             slab = client.lease(plan, step)
+            if isinstance(slab, messages.NoSlab) and must:
+                slab = self._waited_for(client, plan, step)
         except ConflictError:
             raise
         except (AgentError, CapacityError, StoreError) as error:
@@ -181,7 +192,9 @@ class Checkpointer:
         if isinstance(slab, messages.NoSlab):
             self._notice_once(slab.kind, f"step {step} is not saved: {slab.reason}")
             pending._advance("skipped", reason=slab.reason)
+            self._skipped = step
             return pending
+        self._skipped = None
         for done in [old for old, known in self._pending.items() if known.done()]:
             del self._pending[done]
         overlap = self.overlap and bool(collected.optimizers) and not collected.unfenced
@@ -191,8 +204,6 @@ class Checkpointer:
         pending._expect_disk(bound or self.cadence.disk is None)
         self._pending[step] = pending
         self._last, self._last_step = pending, step
-        if bound:
-            self._last_bound_at = now
         timings = {"plan": planned_s, "fence": self._stager.fence_s}
 
         def finish(staging: Staging) -> None:
@@ -202,7 +213,7 @@ class Checkpointer:
                 return
             try:
                 client.seal(
-                    slab, plan=plan, step=step, attempt=attempt, saved_at=now, values=collected.values, metrics=numbers,
+                    slab, plan=plan, step=step, attempt=attempt, saved_at=now, values=collected.values, metrics=metrics,
                     bound=bound, pin=pin, timings_s={**timings, "stage": staging.stage_s},
                 )  # fmt: skip
             except CheckpointError as error:
@@ -215,11 +226,20 @@ class Checkpointer:
             self._stager.stage(step=step, leaves=collected.leaves, order=order, views=views, overlap=overlap, finish=finish)
         except BaseException as error:  # also an interrupt: the slab must not stay leased
             self._give_back(client, slab)
-            pending._advance("failed", reason=str(error))
+            broken = CheckpointError(f"save of step {step} was broken off: {error!r}", step=step, kind="interrupted", hint="save it again")
+            pending._advance("failed", reason=broken.message, error=broken)
             raise
         timings["call"] = time.perf_counter() - began
         pending._time({"call": timings["call"]})
         return pending
+
+    def _waited_for(self, client: AgentClient, plan: SavePlan, step: int) -> Slab:
+        """A slab for a save that must not be skipped: there is one when all that is bound for the disk is there."""
+        client.drain(timeout_s=_DRAIN_TIMEOUT_S)
+        slab = client.lease(plan, step)
+        if isinstance(slab, messages.NoSlab):
+            raise CapacityError(f"step {step} is not saved: {slab.reason}", step=step, kind=slab.kind, hint="raise memory_budget")
+        return slab
 
     def _again(self, last: Pending, *, sync: bool) -> Pending:
         self._notice_once("again", f"step {last.step} is saved already; a step names one state, the first one is kept")
@@ -282,7 +302,7 @@ class Checkpointer:
             LayoutError: Names, shapes or dtypes do not fit; nothing was changed.
             CorruptionError: There are checkpoints and none of them verifies.
         """
-        with self._lock:
+        with self._lock, _outside_inference():
             self._usable()
             self._stager.fence()
             self._stager.idle()
@@ -341,9 +361,13 @@ class Checkpointer:
         Raises:
             CheckpointError: The newest snapshot is not durable, and why.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
+            if self._skipped is not None:
+                _log.warning("step %d, the last one, was not saved: no slab was free", self._skipped)
             try:
                 self._stager.fence()
                 self._stager.idle()
@@ -375,19 +399,26 @@ class Checkpointer:
             return
         client = self._run.client
         if client is not None and client.alive:
-            drained = client.drain(timeout_s=3600.0 if timeout_s is None else timeout_s)
+            drained = client.drain(timeout_s=_DRAIN_TIMEOUT_S if timeout_s is None else timeout_s)
             if not drained.complete:
                 message = f"the newest snapshot (step {self._last_step}) is not on disk: {drained.error or 'the time was up'}"
                 newest = drained.newest_durable_step
                 hint = "nothing of this attempt is on disk" if newest is None else f"step {newest} is the newest on disk"
                 raise AgentError(message, step=self._last_step, kind="not-durable", hint=hint)
+        elif self._last.error is None and self._last.report.tier != "disk":
+            message = f"the agent of {self.path!r} ended before step {self._last_step} was on disk"
+            raise AgentError(message, step=self._last_step, kind="not-durable", hint="save again, or see: everystep ls RUN")
         # What came before the failed one is safe by now; that the newest is not has to be said.
         if self._last.error is not None:
             raise self._last.error
 
     def _finish_timeline(self) -> None:
         """A restore in the middle of an attempt: what was saved becomes durable, and the next save starts a new attempt."""
-        self._drain(None)
+        try:
+            self._drain(None)
+        except CheckpointError as error:
+            # Whoever restores wants what there is: a save that failed must not stand in its way.
+            _log.warning("restoring although %s", error)
         self._run.new_timeline()
         self._last = self._last_step = self._last_bound_at = None
 
@@ -403,7 +434,7 @@ class Checkpointer:
         elif event.what == "failed" and event.failed is not None:
             failed = event.failed
             error = rebuild(failed.name, failed.message, failed.step, None, failed.key, failed.kind, failed.hint, failed.errno)
-            if isinstance(error, ConflictError):
+            if isinstance(error, ConflictError) and error.kind not in _OF_ONE_STEP:
                 self._run.conflict = error
             self._fail(pending or Pending(event.step), error)
 
@@ -486,7 +517,9 @@ def load(path: str | os.PathLike[str], *, step: int | None = None, include: Sequ
             taken.update(load_state(reader, include=include))
             return RestoreReport(restored=(), missing=(), unexpected=())
 
-        if restore_newest(repository, client, step=step, apply=apply, notice=_log.warning) is None:
+        with _outside_inference():
+            found = restore_newest(repository, client, step=step, apply=apply, notice=_log.warning)
+        if found is None:
             message = f"run {repository.store.url!r} has no checkpoint yet"
             raise NotFoundError(message, kind="no-checkpoint", hint="see everystep ls RUN")
         return taken
@@ -509,6 +542,15 @@ def _close_all() -> None:
 atexit.register(_close_all)
 
 
+def _in_fork() -> None:
+    """A lock that another thread held at the fork would never come free."""
+    for checkpointer in list(_open):
+        checkpointer._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_fork)
+
+
 def _fence_hook(owner: weakref.ref[Checkpointer]) -> Any:
     """A step pre-hook for every optimizer of the process; holds no checkpointer alive."""
 
@@ -520,8 +562,16 @@ def _fence_hook(owner: weakref.ref[Checkpointer]) -> Any:
     return hook
 
 
+def _outside_inference() -> contextlib.AbstractContextManager[None]:
+    """Tensors of ours that are made in inference mode could not be written to, nor trained on, outside of it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
 def _as_url(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
+    if not text or "\0" in text or not is_text(text):
+        message = f"the run's path is {text!r}" if text else "the run's path is empty"
+        raise ConfigError(message, kind="path", hint="name a folder for the run, such as 'runs/gpt'")
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
@@ -530,8 +580,22 @@ def _checked_step(step: int) -> int:
         message = f"step is {step!r}, a {type(step).__name__}"
         raise ConfigError(message, kind="step", hint="pass the training step as an int >= 0")
     number = int(step.__index__())
-    if number < 0:
+    if not 0 <= number < 1 << 63:
         message = f"step is {number}"
-        raise ConfigError(message, kind="step", hint="pass the training step as an int >= 0")
+        raise ConfigError(message, kind="step", hint="pass the training step as an int >= 0 (of at most 63 bits)")
     return number
 
+
+def _numbers(metrics: Mapping[str, float], step: int) -> dict[str, float]:
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            name_is_text = False
+        else:
+            name_is_text = isinstance(name, str) and is_text(name)
+        if not name_is_text:
+            message = f"metric {name!r} of step {step} is {value!r:.80}"
+            raise ConfigError(message, step=step, kind="metrics", hint="metrics are numbers by name, such as {'val_loss': 1.5}")
+    return numbers

@@ -23,7 +23,7 @@ from everystep.manifest import TensorSpec
 from everystep.trainer.modules import ModuleEntries, Storages
 from everystep.trainer.nodes import BranchNode, DataNode, ModuleNode, Node, OptimizerNode, StatefulNode, encode_data, leaves_of, scan
 from everystep.trainer.optimizers import OptimizerEntries, is_fenced
-from everystep.trainer.tensors import Found, dotted, identity, spec_of, way
+from everystep.trainer.tensors import Found, dotted, identity, is_text, spec_of, way
 
 _OWNED_NBYTES = 1 << 20
 _NOTHING: list[Found] = []
@@ -351,7 +351,11 @@ def _check_prefixes(root: BranchNode, nodes: Sequence[Node]) -> None:
 
 
 def _check_groups(leaves: Sequence[Leaf]) -> None:
-    """Top-level keys name files."""
+    """Top-level keys name files; all names are text."""
+    for leaf in leaves:
+        if not is_text(leaf.spec.name):
+            name = leaf.spec.name
+            raise StateError(f"the tensor's name {name!r} is not valid text", key=name, kind="names", hint="rename it")
     for group in {leaf.spec.group for leaf in leaves}:
         if "/" in group or "\0" in group or group in {".", ".."}:
             raise StateError(

@@ -194,14 +194,16 @@ class ModuleEntries:
 _BLOCK = 512
 _pointer = torch.Tensor.data_ptr
 _nbytes = operator.attrgetter("nbytes")
-_shape = operator.attrgetter("shape")
+_dtype = operator.attrgetter("dtype")
+_stride = torch.Tensor.stride
 
 
 class Storages:
     """Where the memory of tensors is, to notice ``.data = other``.
 
-    That is addresses, and of modules' tensors the sizes and (from two dimensions on) the shapes. Looked at without torch's dispatch to
-    subclasses, which makes this two times as fast for parameters; there are only plain tensors here.
+    That is addresses, and of modules' tensors the sizes, dtypes and (from two dimensions on) the strides, which with the sizes give the
+    shapes. Looked at without torch's dispatch to subclasses, which makes this two times as fast for parameters; there are only plain
+    tensors here.
     """
 
     def __init__(self, in_modules: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
@@ -214,10 +216,11 @@ class Storages:
             self._blocks.append((block, of_modules, [one for one in of_modules if one.dim() > 1]))
         self._seen = self._look()
 
-    def _look(self) -> list[tuple[list[int], list[int], list[Any]]]:
+    def _look(self) -> list[tuple[list[int], list[int], list[torch.dtype], list[Any]]]:
         with torch._C.DisableTorchFunctionSubclass():
             return [
-                (list(map(_pointer, block)), list(map(_nbytes, sized)), list(map(_shape, shaped))) for block, sized, shaped in self._blocks
+                (list(map(_pointer, block)), list(map(_nbytes, sized)), list(map(_dtype, sized)), list(map(_stride, shaped)))
+                for block, sized, shaped in self._blocks
             ]
 
     def unchanged(self) -> bool:
@@ -228,6 +231,9 @@ class Storages:
         """Identities of the tensors that have not."""
         moved: set[int] = set()
         for block, now, seen in zip(self._blocks, self._look(), self._seen, strict=True):
-            for tensors, after, before in zip(block, now, seen, strict=True):
+            whole, sized, shaped = block
+            looked: list[tuple[Sequence[torch.Tensor], Sequence[Any], Sequence[Any]]]
+            looked = list(zip((whole, sized, sized, shaped), now, seen, strict=True))
+            for tensors, after, before in looked:
                 moved.update(id(tensor) for tensor, a, b in zip(tensors, after, before, strict=True) if a != b)
         return moved

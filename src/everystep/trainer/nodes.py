@@ -14,7 +14,7 @@ from everystep import values
 from everystep.errors import StateError
 from everystep.trainer.optimizers import is_optimizer
 from everystep.trainer.rng import Stateful, generator
-from everystep.trainer.tensors import Found, array_tensor, dotted, ref_kind, refused, tell, way
+from everystep.trainer.tensors import Found, array_tensor, dotted, is_text, ref_kind, refused, tell, way
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex})
 _NOTHING = object()
@@ -78,7 +78,7 @@ def scan(state: Mapping[str, Any]) -> BranchNode:
             f"the state is a {type(state).__qualname__}, not a mapping of names to objects", kind="state", hint='pass {"model": model, ...}'
         )
     for key in state:
-        if not isinstance(key, str) or not key:
+        if not isinstance(key, str) or not key or not is_text(key):
             raise StateError(
                 f"top-level key {key!r} of the state is not a name", key=str(key), kind="names", hint="use non-empty text keys"
             )

@@ -186,13 +186,13 @@ class OptimizerEntries:
         return (
             list(map(id, chain.from_iterable(group["params"] for group in groups))),
             [len(group["params"]) for group in groups],
-            list(map(id, state)),
+            [*map(id, state), *map(id, state.values())],
             [*map(len, entries), *chain.from_iterable(entries)],
             list(map(id, chain.from_iterable(map(dict.values, entries)))),
         )
 
     def unchanged(self) -> bool:
-        """Whether groups, states and tensors are the objects they were; plain numbers may have changed."""
+        """Whether groups, states and tensors are the objects they were; plain numbers in them may have changed."""
         seen, now = self._seen, self._look()
         if seen == now:
             return True

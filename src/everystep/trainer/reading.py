@@ -109,7 +109,8 @@ class ManifestReader:
             transfer.run((fetch.nbytes, self._job(fetch, targets)) for fetch in plan.fetches)
         for _, tensor in wanted:
             # Raw writes bypass torch's version counter; autograd has to notice them all the same.
-            torch.autograd.graph.increment_version(tensor)
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
         self.nbytes += plan.nbytes
 
     def _job(self, fetch: Fetch, targets: Sequence[_Target]) -> Callable[[], None]:

@@ -209,7 +209,7 @@ class OptimizerTarget:
         elif self.job.cast and key != "step" and name in self.job.reader.tensors and self.job.reader.tensors[name].dtype == spec.dtype:
             dtype = parameter.dtype
         # torch keeps scalars on the host unless its kernels read them on the device.
-        device = parameter.device if spec.shape or on_device or ref.kind != ref_kind(torch.empty(0)) else torch.device("cpu")
+        device = parameter.device if spec.shape or on_device or ref.kind != ref_kind(torch.empty(0, device="cpu")) else torch.device("cpu")
         if isinstance(before, torch.Tensor) and tuple(before.shape) == spec.shape:
             if key != "step":
                 self.job.fill(ref.name, before)

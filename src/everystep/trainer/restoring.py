@@ -204,7 +204,8 @@ class Restore:
                 self.reader.read(self._wanted)
             for batch in _batches(self._casts, self.reader):
                 temporary = [
-                    (name, torch.empty(self.reader.tensors[name].shape, dtype=DTYPES[self.reader.tensors[name].dtype])) for name, _ in batch
+                    (name, torch.empty(self.reader.tensors[name].shape, dtype=DTYPES[self.reader.tensors[name].dtype], device="cpu"))
+                    for name, _ in batch
                 ]
                 self.reader.read(temporary)
                 for (_, target), (_, stored) in zip(batch, temporary, strict=True):

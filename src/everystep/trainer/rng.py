@@ -24,7 +24,7 @@ class Stateful(Protocol):
 
 def _python_state(generator: random.Random | None) -> dict[str, Any]:
     version, words, gauss = (random if generator is None else generator).getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
 
 
 def _set_python_state(generator: random.Random | None, saved: Mapping[str, Any]) -> None:

@@ -69,10 +69,13 @@ class _Copies:
         self.now: list[Callable[[], None]] = []
         self.late: list[Callable[[], None]] = []
         self.late_leaves: list[tuple[Leaf, int, Device | None]] = []
+        self.sources: list[torch.Tensor] = []
+        """Keep alive the memory that the moves read: ``param.data = other`` frees it while a thread copies."""
         moves: dict[bool, list[Move]] = {False: [], True: []}
         remote: dict[tuple[int, bool], tuple[Device, list[torch.Tensor], list[torch.Tensor]]] = {}
         for leaf, index in zip(leaves, order, strict=True):
-            late = leaf.late and leaf.spec.name not in eager
+            # A tensor made in inference mode has no version to watch.
+            late = leaf.late and leaf.spec.name not in eager and not leaf.tensor.is_inference()
             tensor, nbytes = leaf.tensor.detach(), views.placements[index].nbytes
             device = devices.get(tensor.device)
             if late:
@@ -85,6 +88,7 @@ class _Copies:
                 sources.append(tensor)
             elif tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
                 moves[late].append((views.addresses[index], tensor.data_ptr(), nbytes))
+                self.sources.append(tensor)
             else:
                 (self.late if late else self.now).append(_strided(views.typed(index), tensor))
         for late, todo in moves.items():
@@ -181,7 +185,7 @@ class _Samples:
             leaf, index, device = late[which]
             tensor = leaf.tensor.detach()
             nbytes = tensor.numel() * tensor.element_size()
-            if not nbytes or not tensor.is_contiguous():
+            if not nbytes or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
                 continue
             take = min(_SAMPLE_NBYTES, nbytes)
             if device is None:
@@ -341,8 +345,9 @@ class Stager:
         """
         copies = self._copies.get(id(views))
         if copies is None or copies.leaves is not leaves or copies.eager is not self.eager or copies.views is not views:
-            copies = _Copies(leaves, views, order, self.eager, self._devices)
-            self._copies[id(views)] = copies
+            # Those of other leaves are of no use any more, and keep memory.
+            self._copies = {key: known for key, known in self._copies.items() if known.leaves is leaves}
+            copies = self._copies[id(views)] = _Copies(leaves, views, order, self.eager, self._devices)
         self._devices.pin(views)
         began = time.perf_counter()
         watch = _Watch(copies, step) if overlap and copies.late_leaves else None

@@ -38,6 +38,15 @@ class Found(NamedTuple):
     keys: tuple[object, ...]
 
 
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: half of a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def way(keys: tuple[object, ...]) -> str:
     """The way to an entry as one would write it: ``state['a']['b.c'][0]``."""
     return "state" + "".join(f"[{key!r:.80}]" for key in keys)
