@@ -107,6 +107,8 @@ def life(run: str, kill_after: int | None, *, agent_too: bool) -> list[dict[str,
 
 if __name__ == "__main__":
     plain: list[dict[str, Any]] = []
-    train("", lambda word, **what: plain.append(what) if word == "step" else None)  # first: what torch loads late is there for the lives too
+    train(
+        "", lambda word, **what: plain.append(what) if word == "step" else None
+    )  # first: what torch loads late is there for the lives too
     lives = [life(sys.argv[1], kill_after, agent_too=agent_too) for kill_after, agent_too in LIVES]
     print(json.dumps({"plain": plain, "lives": lives}), flush=True)

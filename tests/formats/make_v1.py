@@ -61,7 +61,15 @@ def made(step: int) -> dict[str, Any]:
         "uint16": torch.tensor([65535, step], dtype=torch.uint16),
         "empty": torch.empty(0, 5),
     }
-    note = {"tuple": (1, (2.5, None)), "set": {1, 2}, "bytes": b"\x00\xff", "inf": float("inf"), "big": 1 << 80, 7: "an int key", "dtype": torch.float16}
+    note = {
+        "tuple": (1, (2.5, None)),
+        "set": {1, 2},
+        "bytes": b"\x00\xff",
+        "inf": float("inf"),
+        "big": 1 << 80,
+        7: "an int key",
+        "dtype": torch.float16,
+    }
     return {"model": model, "optim": optim, "tensors": tensors, "note": note, "step": step}
 
 

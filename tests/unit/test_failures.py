@@ -283,7 +283,9 @@ def test_not_a_byte_of_the_old_state_is_left(run: Path, tier: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind"), [(lambda: torch.eye(3).to_sparse(), "sparse"), (lambda: torch.empty(3, device="meta"), "meta")], ids=["sparse", "meta"]
+    ("make", "kind"),
+    [(lambda: torch.eye(3).to_sparse(), "sparse"), (lambda: torch.empty(3, device="meta"), "meta")],
+    ids=["sparse", "meta"],
 )
 def test_what_has_no_bytes_is_refused_before_the_first_byte(run: Path, make: Any, kind: str) -> None:
     """F17: a sparse or a meta tensor deep in the state is refused with its name; nothing was written; the next good save works."""
@@ -399,11 +401,22 @@ def test_plain_values_on_disk(run: Path) -> None:
     state: dict[str, Any] = {
         "big": [1 << 64, -(1 << 200), (1 << 63) - 1, True, False, None, -0.0, 1e308],
         "odd": [float("inf"), float("-inf")],
-        "nested": {"tuple": (1, (2, ()), [], {}), "set": {3, "x"}, "frozen": frozenset({4}), "bytes": b"\x00\xff", 5: "int key", (1, 2): "tuple key"},
+        "nested": {
+            "tuple": (1, (2, ()), [], {}),
+            "set": {3, "x"},
+            "frozen": frozenset({4}),
+            "bytes": b"\x00\xff",
+            5: "int key",
+            (1, 2): "tuple key",
+        },
         "torch": [torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])],
         "numpy": [np.float32(0.1), np.int64(-3), np.bool_(True)],
         "random": random.Random(3).getstate(),
-        "tensors": [torch.tensor([1 + 2j], dtype=torch.complex64), torch.tensor([65535], dtype=torch.uint16), torch.empty(0, 3, dtype=torch.float8_e5m2)],
+        "tensors": [
+            torch.tensor([1 + 2j], dtype=torch.complex64),
+            torch.tensor([65535], dtype=torch.uint16),
+            torch.empty(0, 3, dtype=torch.float8_e5m2),
+        ],
         "nan": math.nan,
     }
     with checkpointer(run) as ckpt:
@@ -437,7 +450,13 @@ def test_tied_weights_load_in_transformers(run: Path, tmp_path: Path) -> None:
     """F25: tied embeddings are stored once, and the weights file with a config beside it loads with `from_pretrained`."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
     )
     model = transformers.LlamaForCausalLM(config)
     with checkpointer(run) as ckpt:

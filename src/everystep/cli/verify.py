@@ -101,7 +101,7 @@ def _remember(repository: Repository, result: Checked) -> None:
     detail = "; ".join(f"{name}: {what}" for name, what in result.bad)
     try:
         repository.record_verified(result.key, good=not result.bad, detail=detail, now=runs.now())
-    except errors.StoreError as error:
+    except (errors.StoreError, errors.CapacityError) as error:
         output.note(f"the result is not recorded: {error.message}")
 
 

@@ -16,7 +16,6 @@ from everystep.demo.show import Stage, Status
 from everystep.demo.sizes import SIZES, Size
 from everystep.demo.watch import Child, Event, agent_of, agents_below, end_children, kill_process
 
-
 TORCH_CACHE = "torch"
 """Folder for what torch itself would leave in the machine's temporary directory."""
 

@@ -277,8 +277,9 @@ class LocalStore:
 
     def _ensure_root(self) -> None:
         parent = os.path.dirname(self.path)
+        was_there = self._was_there  # before the look: another thread may be making it now
         missing = [path for path in (self.path, parent) if not self._is_there(path)]
-        if missing and self._was_there:
+        if missing and was_there:
             # What would be written to a new folder of this name nobody would find: it is no run, and the run is elsewhere or deleted.
             raise PermanentStoreError(
                 f"the folder {self.path!r} is gone: it was moved or deleted while it was in use", key=self.path, kind="run-gone",

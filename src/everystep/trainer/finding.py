@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from everystep.agent import messages
 from everystep.agent.client import AgentClient
-from everystep.errors import AgentError, CorruptionError, NotFoundError, StoreError
+from everystep.errors import AgentError, CapacityError, CorruptionError, NotFoundError, StoreError
 from everystep.repository import CheckpointKey, Repository, Skipped
 from everystep.trainer.reading import FETCH_NBYTES, ManifestReader, MemorySource, StoreSource
 from everystep.trainer.state import RestoreReport
@@ -105,10 +105,10 @@ def _apply(
 
 
 def _remember_bad(repository: Repository, key: CheckpointKey, error: CorruptionError) -> None:
-    """Tell retention that this one is not to be counted among the good; on a read-only store nobody needs to know."""
+    """Tell retention that this one is not to be counted among the good; on a read-only or full store nobody needs to know."""
     try:
         repository.record_verified(key, good=False, detail=str(error), now=time.time())
-    except StoreError:
+    except (StoreError, CapacityError):
         return
 
 

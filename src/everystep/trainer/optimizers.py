@@ -9,7 +9,7 @@ states kept under something that is no parameter, ``extra`` what a subclass adds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -106,9 +106,12 @@ def _runs(positions: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def positions(runs: Sequence[Sequence[int]]) -> list[int]:
-    """The positions in runs of ``[begin, end)``."""
-    return [position for begin, end in runs for position in range(begin, end)]
+def positions(runs: Sequence[Sequence[int]]) -> Iterator[int]:
+    """The positions in runs of ``[begin, end)``, one by one: a damaged run may claim any number. ValueError where one begins below 0."""
+    for begin, end in runs:
+        if begin < 0:
+            raise ValueError(f"a run of parameters begins at {begin}")
+        yield from range(begin, end)
 
 
 class OptimizerEntries:

@@ -145,7 +145,11 @@ class Restore:
 
     def materialise(self, tree: Any) -> Any:
         """A tree with ``Ref`` in it, with fresh tensors that will be filled."""
-        told = values.encode(tree, convert=_keep)
+        try:
+            told = values.encode(tree, convert=_keep)
+        except StateError as error:  # the tree came from the checkpoint: what cannot be stored was not stored by us
+            raise CorruptionError(f"the checkpoint's values cannot be read: {error.message:.200}", kind="values",
+                                  hint="take another copy or an older step") from None  # fmt: skip
         return values.decode(told, resolve=self._fresh, tagged=untell)
 
     def _fresh(self, ref: values.Ref) -> object:
@@ -268,10 +272,15 @@ def document_of(reader: TensorReader) -> dict[str, Any]:
     return document
 
 
+_BODIES: Mapping[str, type] = {"module": dict, "optimizer": dict, "dict": list, "list": list, "tuple": list}
+"""What the contents of each kind of entry are; those of plain values can be anything."""
+
+
 def kind_of(told: Mapping[str, Any]) -> tuple[str, Any]:
     """What an entry of the document is, and its contents."""
-    if not isinstance(told, Mapping) or len(told) != 1:
-        raise CorruptionError(
-            "a checkpoint's values hold an entry of no known kind", kind="values", hint="take another copy or an older step"
-        )
-    return next(iter(told.items()))
+    if isinstance(told, Mapping) and len(told) == 1:
+        kind, body = next(iter(told.items()))
+        pairs = kind != "dict" or (isinstance(body, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in body))
+        if isinstance(body, _BODIES.get(kind, object)) and pairs:
+            return kind, body
+    raise CorruptionError("a checkpoint's values hold an entry of no known kind", kind="values", hint="take another copy or an older step")
