@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -93,6 +93,38 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """False: known to be corrupt (never counts as the newest good one); None: not yet checked; True: checked."""
     in_lineage: bool = True
     """False: belongs to an abandoned timeline; counts for nothing in ``last`` but is only forgotten when it is not pinned or held."""
+
+
+def keeps_step(step: int, keep: Keep) -> bool:
+    """Whether retention keeps this step for its number."""
+    return keep.every is not None and step % keep.every == 0
+
+
+class BestSoFar:
+    """The best values of ``keep.metric`` seen, to say of a new one whether retention would keep it."""
+
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
+        self._values: list[float] = []
+        self.known = False
+        """Whether what lies on the store has been told."""
+
+    def learn(self, metrics: Iterable[Mapping[str, float]]) -> None:
+        """What earlier checkpoints have."""
+        self.known = True
+        metric = self._keep.metric
+        for one in metrics:
+            if metric is not None and metric in one:
+                self.improves(one[metric])
+
+    def improves(self, value: float) -> bool:
+        """Whether ``value`` is among the ``keep.best`` best; it counts from now on."""
+        if math.isnan(value):
+            return False
+        ranked = sorted([*self._values, value], reverse=self._keep.mode == "max")[: self._keep.best]
+        better = ranked != self._values  # also when there were fewer than that; a tie with the worst changes nothing
+        self._values = ranked
+        return better
 
 
 def retain(candidates: Sequence[Candidate], keep: Keep) -> list[Kept]:

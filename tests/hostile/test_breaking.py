@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 import everystep
-from everystep.errors import AgentError, CapacityError, ConfigError, ConflictError, CorruptionError, PermanentStoreError, StateError, TornSnapshotError
+from everystep.errors import (
+    AgentError,
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    PermanentStoreError,
+    StateError,
+    TornSnapshotError,
+)
 
 
 def state(value, numel=16):
@@ -455,3 +464,19 @@ def test_damaged_newest_on_a_full_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr("everystep.repository.Repository.record_verified", full)
     assert everystep.load(tmp_path / "run")["v"] == 1
+
+
+def test_agent_that_is_gone_is_noticed_at_the_first_failure(tmp_path):
+    """A send that fails ends the connection: the next save has a new agent, however late the reading thread sees the end."""
+    checkpointer = everystep.Checkpointer(tmp_path / "run", max_failures=2)
+    checkpointer.save(1, state(1), sync=True)
+    client = checkpointer._run.client
+    client._channel.send = lambda *_: (_ for _ in ()).throw(BrokenPipeError())
+    assert checkpointer.save(2, state(2)).report.outcome == "failed"
+    assert not client.alive
+    client._channel.shut()  # as the death of the agent would
+    client._reader.join(timeout=10)
+    for step in (3, 4, 5):
+        checkpointer.save(step, state(step), sync=True)
+    checkpointer.close()
+    assert everystep.load(tmp_path / "run")["v"] == 5

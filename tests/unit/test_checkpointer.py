@@ -395,7 +395,7 @@ def test_failures_in_a_row_are_raised(tmp_path: Path) -> None:
     """After ``max_failures`` in a row the next save raises the last one."""
     run = tmp_path / "run"
     trainee = Trainee()
-    checkpointer = everystep.Checkpointer(run, max_failures=2)
+    checkpointer = everystep.Checkpointer(run, max_failures=2, max_failing_s=0)
     checkpointer.save(1, trainee.state, sync=True)
     (run / "data").rename(run / "elsewhere")
     (run / "data").write_text("in the way")
@@ -622,3 +622,88 @@ def test_what_was_restored_from_memory_may_still_reach_the_disk(tmp_path: Path) 
     repository.start_attempt(parent=None, now=0.0)
     with pytest.raises(everystep.ConflictError):
         repository.commit(manifest)
+
+
+def test_failures_have_to_last(tmp_path: Path) -> None:
+    """With a save at every step a moment's trouble is many failures in a row: training goes on until it has lasted ``max_failing_s``."""
+    run = tmp_path / "run"
+    trainee = Trainee()
+    with everystep.Checkpointer(run, max_failures=2) as checkpointer:
+        checkpointer.save(1, trainee.state, sync=True)
+        (run / "data").rename(run / "elsewhere")
+        (run / "data").write_text("in the way")
+        for step in range(2, 8):
+            with pytest.raises(everystep.StoreError):
+                checkpointer.save(step, trainee.state).wait(timeout_s=20)
+        (run / "data").unlink()
+        (run / "elsewhere").rename(run / "data")
+        assert checkpointer.save(8, trainee.state, sync=True).report.tier == "disk"
+        assert len(checkpointer.failures) >= 6
+
+
+def test_what_is_to_be_kept_reaches_the_disk(tmp_path: Path) -> None:
+    """Steps that ``keep`` keeps for their number or their metric are bound for the disk, however rare the cadence."""
+    trainee = Trainee()
+    keep = everystep.Keep(last=1, every=4, best=1, metric="loss")
+    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: 9.0, 5: 9.0, 6: 1.0, 7: 2.0, 8: 8.0, 9: 7.0}
+    with everystep.Checkpointer(tmp_path / "run", cadence=everystep.Cadence(disk="1h"), keep=keep) as checkpointer:
+        for step, loss in losses.items():
+            trainee.train()
+            checkpointer.save(step, trainee.state, metrics={"loss": loss}).wait(timeout_s=20)
+    assert sorted(key.step for key in Repository.open(str(tmp_path / "run")).keys()) == [4, 6, 8, 9]
+    with everystep.Checkpointer(tmp_path / "run", cadence=everystep.Cadence(disk="1h"), keep=keep) as checkpointer:
+        checkpointer.restore(trainee.state)
+        for step, loss in {10: 1.5, 11: 0.5, 13: 3.0}.items():
+            checkpointer.save(step, trainee.state, metrics={"loss": loss}).wait(timeout_s=20)
+    assert sorted(key.step for key in Repository.open(str(tmp_path / "run")).keys()) == [4, 8, 11, 13]
+
+
+def test_saving_a_step_again_applies_pin_and_metrics(tmp_path: Path) -> None:
+    """The end-of-epoch pattern: save, validate, save the same step again with pin and metrics."""
+    trainee = Trainee()
+    run = tmp_path / "run"
+    with everystep.Checkpointer(run) as checkpointer:
+        checkpointer.save(2, trainee.state)
+        checkpointer.save(2, trainee.state, sync=True, pin=True, metrics={"val": 1.0})
+        repository = Repository.open(str(run))
+        assert repository.pinned(CheckpointKey(2, 1))
+    assert repository.metrics(CheckpointKey(2, 1)) == {"val": 1.0}
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """Strict: SGD's state does not pass for AdamW's, which would fail at its next step."""
+    trainee = Trainee()
+    sgd = torch.optim.SGD(trainee.model.parameters(), lr=0.1)
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        trainee.train()
+        checkpointer.save(1, {"model": trainee.model, "optim": sgd}, sync=True)
+        with pytest.raises(everystep.LayoutError, match="SGD"):
+            checkpointer.restore({"model": trainee.model, "optim": trainee.optim})
+        assert checkpointer.restore({"model": trainee.model, "optim": trainee.optim}, strict=False) == 1
+
+
+def test_a_partial_restore_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``strict=False`` with names that do not match is a warning with numbers, not silence."""
+    model = nn.Linear(3, 3)
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"m": model}, sync=True)
+        with caplog.at_level(logging.WARNING, "everystep"):
+            checkpointer.restore({"model": model}, strict=False)
+    assert any("in part" in record.getMessage() and "model.weight" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": "50MB"}, {"memory_budget": 0}, {"memory_budget": -1}, {"max_failures": -1}, {"max_failures": True}, {"idle_s": "x"}])
+def test_wrong_options_fail_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A wrong option is a ConfigError from the constructor that names it."""
+    with pytest.raises(everystep.ConfigError, match=next(iter(options))):
+        everystep.Checkpointer(tmp_path / "run", **options)
+
+
+def test_metrics_of_an_unknown_step(tmp_path: Path) -> None:
+    """``record`` for a step that was never saved is a NotFoundError."""
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        with pytest.raises(everystep.NotFoundError):
+            checkpointer.record(1, {"loss": 1.0})
+        checkpointer.save(1, {"w": torch.zeros(3)})
+        with pytest.raises(everystep.NotFoundError, match="500"):
+            checkpointer.record(500, {"loss": 1.0})

@@ -380,6 +380,7 @@ class AgentClient:
             try:
                 self._channel.send(msgspec.structs.replace(message, id=number))
             except OSError as error:
+                self._alive = False  # the reading thread will see it too, but the next save may be sooner
                 raise self._gone() from error
             if not waiter.arrived.wait(timeout_s):
                 raise AgentError(f"the agent did not answer {type(message).__name__} within {timeout_s:g} s", kind="timeout",

@@ -25,8 +25,9 @@ from everystep.agent.client import AgentClient, Slab
 from everystep.errors import AgentError, CapacityError, CheckpointError, ConfigError, ConflictError, NotFoundError, StoreError, rebuild
 from everystep.plan import SavePlan, plan_save
 from everystep.policy import Cadence, Keep
-from everystep.repository import Repository
+from everystep.repository import CheckpointKey, Repository
 from everystep.trainer.connection import Connection
+from everystep.trainer.failing import Failures
 from everystep.trainer.finding import RestoredFrom, restore_newest
 from everystep.trainer.pending import Pending, Report
 from everystep.trainer.staging import SlabViews, Stager, Staging, order_of
@@ -53,7 +54,9 @@ class Checkpointer:
         overlap: Copy parameters and optimizer state while training goes on, up to the next optimizer step.
         memory_budget: Bytes of host memory that all slabs together may take; None: as much as three snapshots, within what the machine
             and its cgroup have.
-        max_failures: A save that fails is logged and counted; after this many in a row the next ``save`` raises (0 and 1: at once).
+        max_failures: A save that fails is logged and counted; after this many in a row, if they lasted ``max_failing_s``, the next ``save``
+            raises (0: after the first, at once).
+        max_failing_s: Seconds that saves may go on failing before training is stopped for it; see ``max_failures``.
         agent: Keep snapshots in a process of their own that outlives this one. False: the same code in this process, for
             environments that forbid it; memory then dies with the trainer.
         idle_s: An agent without a trainer ends after this many seconds.
@@ -71,6 +74,7 @@ class Checkpointer:
         overlap: bool = True,
         memory_budget: int | None = None,
         max_failures: int = 3,
+        max_failing_s: float = 60.0,
         agent: bool = True,
         idle_s: float = 600.0,
         fresh: bool = False,
@@ -79,14 +83,14 @@ class Checkpointer:
         self.cadence = cadence or Cadence()
         self.keep = keep or Keep()
         self.overlap = overlap
-        self.max_failures = max_failures
-        self.failures: list[CheckpointError] = []
-        """Every failed save of this object, oldest first (the newest hundred)."""
+        _check_numbers(memory_budget=memory_budget, max_failures=max_failures, max_failing_s=max_failing_s, idle_s=idle_s)
         self.last_restore: RestoreReport | None = None
         self.restored_from: RestoredFrom | None = None
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
+        self._failing = Failures(at_most=max_failures, for_s=max_failing_s)
+        self._best = policy.BestSoFar(self.keep)
         self._collector = StateCollector()
         self._stager = Stager(notice=_log.warning)
         self._run = Connection(
@@ -100,11 +104,15 @@ class Checkpointer:
         self._last: Pending | None = None
         self._last_bound_at: float | None = None
         self._skipped: int | None = None
-        self._in_a_row = 0
         self._pending: dict[int, Pending] = {}
         self._warned: set[str] = set()
         self._hook = register_optimizer_step_pre_hook(_fence_hook(weakref.ref(self)))
         _open.add(self)
+
+    @property
+    def failures(self) -> list[CheckpointError]:
+        """Every failed save of this object, oldest first (the newest hundred)."""
+        return self._failing.errors
 
     # -- saving --------------------------------------------------------------------------------------------------------------
     def save(
@@ -140,21 +148,24 @@ class Checkpointer:
             self._stager.idle()
             if self._run.conflict is not None:
                 raise self._run.conflict
-            self._raise_if_failing()
+            self._failing.raise_if_due()
             if self._last is not None and step == self._last_step and self._last.report.outcome != "failed":
-                return self._again(self._last, sync=sync)
+                return self._again(self._last, metrics=_numbers(metrics or {}, step), sync=sync, pin=pin)
             if self._last_step is not None and step < self._last_step:
                 message = f"step {step} comes after step {self._last_step} in the same attempt"
                 raise ConfigError(message, step=step, kind="step-order", hint="steps grow; restore(state, step=...) starts a new timeline")
+            numbers = _numbers(metrics or {}, step)
             must = pin or sync
             ticks = time.monotonic()  # the clock on the wall may be set back, and then nothing would be due for long
             bound = must or policy.disk_bound(step, self.cadence, now=ticks, last_bound_at=self._last_bound_at)
+            # What retention is to keep has to get to the disk first.
+            bound = bound or (self.cadence.disk is not False and (policy.keeps_step(step, self.keep) or self._is_best(numbers)))
             if not bound and not policy.is_due(step, self.cadence.memory):
                 pending = Pending(step)
                 pending._advance("skipped", reason=f"not due: memory every {self.cadence.memory} steps")
                 return pending
             with _outside_inference():
-                pending = self._take(step, state, _numbers(metrics or {}, step), bound=bound, must=must, pin=pin, began=began)
+                pending = self._take(step, state, numbers, bound=bound, must=must, pin=pin, began=began)
             if bound and self._last is pending:
                 self._last_bound_at = ticks
         if sync:
@@ -166,7 +177,7 @@ class Checkpointer:
         with self._lock:
             self._usable()
             client, attempt = self._run.client, self._run.attempt
-            if client is None or attempt is None:
+            if client is None or attempt is None or self._last_step is None or step > self._last_step:
                 message = f"step {step} was not saved by this checkpointer"
                 raise NotFoundError(message, step=step, kind="no-save", hint="call record after save")
             client.record_metrics(step=step, attempt=attempt, metrics=_numbers(metrics, step))
@@ -219,6 +230,8 @@ class Checkpointer:
             except CheckpointError as error:
                 self._fail(pending, error)
                 return
+            if not pending._disk_expected:
+                self._failing.end()
             pending._advance("memory", timings_s={**timings, "stage": staging.stage_s}, nbytes=sum(file.nbytes for file in plan.files))
 
         try:
@@ -241,11 +254,28 @@ class Checkpointer:
             raise CapacityError(f"step {step} is not saved: {slab.reason}", step=step, kind=slab.kind, hint="raise memory_budget")
         return slab
 
-    def _again(self, last: Pending, *, sync: bool) -> Pending:
+    def _again(self, last: Pending, *, metrics: dict[str, float], sync: bool, pin: bool) -> Pending:
         self._notice_once("again", f"step {last.step} is saved already; a step names one state, the first one is kept")
-        if sync:
+        if metrics:
+            self.record(last.step, metrics)
+        if sync or pin:
             self._drain(None)
+        repository, attempt = self._run.opened(create=False), self._run.attempt
+        if pin and repository is not None and attempt is not None:
+            repository.pin(CheckpointKey(last.step, attempt), reason="pinned by a save")
         return last
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        metric = self.keep.metric
+        if not self.keep.best or not metrics or metric is None:
+            return False
+        if metric not in metrics:
+            self._notice_once("metric", f"keep looks at the metric {metric!r}, which is not among those of this save: {sorted(metrics)}")
+            return False
+        repository = self._run.opened(create=False)
+        if not self._best.known and repository is not None:
+            self._best.learn(repository.metrics(key) for key in repository.lineage())
+        return self._best.improves(metrics[metric])
 
     def _planned(self, collected: Collected) -> tuple[SavePlan, list[int]]:
         found = self._plans.get(collected.structure)
@@ -326,6 +356,13 @@ class Checkpointer:
                 self._run.looked(None)
                 return None
             self.restored_from, self.last_restore = found
+            report = self.last_restore
+            if not strict and (report.missing or report.unexpected):
+                _log.warning(
+                    "step %d is restored in part: %d tensors, without %d that the checkpoint lacks (%s) and %d that the state lacks (%s)",
+                    self.restored_from.key.step, len(report.restored), len(report.missing), _some(report.missing), len(report.unexpected),
+                    _some(report.unexpected),
+                )  # fmt: skip
             self._run.looked(self.restored_from.key)
             return self.restored_from.key.step
 
@@ -426,7 +463,7 @@ class Checkpointer:
     def _on_event(self, event: messages.Event) -> None:
         pending = self._pending.get(event.step)
         if event.what == "committed":
-            self._in_a_row = 0
+            self._failing.end()
             _log.info("step %d saved to disk in %.2f s", event.step, event.timings_s.get("total", 0.0))
             self._settle(pending, "disk", event)
         elif event.what == "superseded":
@@ -444,28 +481,20 @@ class Checkpointer:
             self._pending.pop(event.step, None)
 
     def _on_lost(self) -> None:
-        in_a_row = self._in_a_row
+        first = True  # however many saves were under way, one thing has failed
         for step, pending in list(self._pending.items()):
             if not pending.done():
                 message = f"the agent of {self.path!r} ended before step {step} was on disk"
-                self._fail(pending, AgentError(message, step=step, kind="agent-lost", hint="the next save starts a new one"))
+                error = AgentError(message, step=step, kind="agent-lost", hint="the next save starts a new one")
+                self._fail(pending, error, counts=first)
+                first = False
         self._pending.clear()
-        # However many saves were under way, one thing has failed.
-        self._in_a_row = min(self._in_a_row, in_a_row + 1)
 
-    def _fail(self, pending: Pending, error: CheckpointError) -> None:
-        self.failures.append(error)
-        del self.failures[:-100]
-        self._in_a_row += 1
-        _log.error("save of step %d failed: %s", pending.step, error)
+    def _fail(self, pending: Pending, error: CheckpointError, *, counts: bool = True) -> None:
+        self._failing.add(pending.step, error, counts=counts)
         pending._advance("failed", reason=str(error), error=error)
         self._pending.pop(pending.step, None)
         self._last = pending if self._last is None or self._last.step <= pending.step else self._last
-
-    def _raise_if_failing(self) -> None:
-        if self._in_a_row and self._in_a_row >= max(self.max_failures, 1):
-            self._in_a_row = 0
-            raise self.failures[-1]
 
     def _give_back(self, client: AgentClient, slab: Slab) -> None:
         try:
@@ -573,6 +602,24 @@ def _as_url(path: str | os.PathLike[str]) -> str:
         message = f"the run's path is {text!r}" if text else "the run's path is empty"
         raise ConfigError(message, kind="path", hint="name a folder for the run, such as 'runs/gpt'")
     return text if "://" in text else str(Path(text).expanduser().absolute())
+
+
+def _check_numbers(*, memory_budget: object, max_failures: object, max_failing_s: object, idle_s: object) -> None:
+    for name, value, kinds, least in (
+        ("memory_budget", memory_budget, (int,), 1),
+        ("max_failures", max_failures, (int,), 0),
+        ("max_failing_s", max_failing_s, (int, float), 0),
+        ("idle_s", idle_s, (int, float), 0),
+    ):
+        if value is None and name == "memory_budget":
+            continue
+        if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
+            unit = "bytes" if name == "memory_budget" else "seconds" if name.endswith("_s") else "failures"
+            raise ConfigError(f"{name} is {value!r}", key=name, kind="option", hint=f"pass a number of {unit}, at least {least}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else "none"
 
 
 def _checked_step(step: int) -> int:

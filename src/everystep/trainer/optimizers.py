@@ -1,7 +1,7 @@
 """Optimizers: their state by the names of their parameters, in order of nothing but what is there.
 
-An optimizer's part of the values is ``{"groups": [{"values": hyperparameters, "params": [name, ...]}], "flat": [...], "loose": [...],
-"others": [...], "extra": {...}}``. ``flat`` describes the usual case, a dictionary of tensors and numbers for each parameter, for all
+An optimizer's part of the values is ``{"class": its name, "groups": [{"values": hyperparameters, "params": [name, ...]}],
+"flat": [...], "loose": [...], "others": [...], "extra": {...}}``. ``flat`` describes the usual case, a dictionary of tensors and numbers for each parameter, for all
 parameters of one form at once: the form's keys, the parameters (as runs of positions in the groups' names), the numbers in columns. The
 tensors are called ``<optimizer>.state.<parameter>.<key>``. ``loose`` are states with lists or dictionaries in them (LBFGS), ``others``
 states kept under something that is no parameter, ``extra`` what a subclass adds in a ``state_dict`` of its own.
@@ -229,8 +229,9 @@ class OptimizerEntries:
         loose = [b"[%b,%b]" % (values.encode(name), tell(entry, (*keys, "state", name), is_late)) for name, entry in self.loose]
         others = [b"[%b,%b]" % (values.encode(key), tell(entry, (*keys, "state", key), is_late)) for key, entry in self.others]
         extra = tell(extra_state(self.optimizer), keys, _never)
-        body = b'{"groups":[%b],"flat":[%b],"loose":[%b],"others":[%b],"extra":%b}'
-        return body % (b",".join(groups), b",".join(flat), b",".join(loose), b",".join(others), extra)
+        body = b'{"class":%b,"groups":[%b],"flat":[%b],"loose":[%b],"others":[%b],"extra":%b}'
+        name = values.encode(type(self.optimizer).__qualname__)
+        return body % (name, b",".join(groups), b",".join(flat), b",".join(loose), b",".join(others), extra)
 
 
 def _never(key: str, tensor: torch.Tensor) -> bool:

@@ -42,6 +42,7 @@ class SavedOptimizer:
             self.loose: dict[str, Any] = {as_refs(name): told for name, told in body["loose"]}
             self.others: list[tuple[Any, Any]] = [(as_refs(key), told) for key, told in body["others"]]
             self.extra: Any = body["extra"]
+            self.kind: str | None = body.get("class")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CorruptionError(f"the checkpoint's values of optimizer {path!r} cannot be read ({error!r})", key=path, kind="values",
                                   hint="take another copy or an older step") from None  # fmt: skip
@@ -104,6 +105,9 @@ class OptimizerTarget:
 
     def plan(self, saved: SavedOptimizer) -> None:
         """Say what is to be filled, made and set."""
+        kind = type(self.optimizer).__qualname__
+        if self.job.strict and saved.kind not in (None, kind) and saved.wants_rest():
+            self.job.refuse(f"optimizer {self.path!r} was saved by {saved.kind} and is {kind} now, whose state has other entries")
         matched = self._match(saved)
         used = set()
         for group, own, found in zip(self.optimizer.param_groups, self.own, matched, strict=True):
