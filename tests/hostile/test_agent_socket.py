@@ -242,7 +242,7 @@ def test_too_little_memory_for_a_slab(tmp_path):
 
 def test_client_does_not_hang_on_a_silent_agent(tmp_path, runtime_dir):
     """An agent that accepts and says nothing is an AgentError after the time-out."""
-    place = Place.of_run(runtime_dir, "silent")
+    place = Place.of_run(runtime_dir, "silent", str(tmp_path))
     with place.listen(), pytest.raises(AgentError, match="did not answer"):
         AgentClient.connect(run_url=str(tmp_path), run_id="silent", spawn=False, timeout_s=0.2)
 
@@ -250,13 +250,13 @@ def test_client_does_not_hang_on_a_silent_agent(tmp_path, runtime_dir):
 def test_client_refuses_a_socket_of_another_user(tmp_path, runtime_dir, monkeypatch):
     """A socket that somebody else serves is not trusted."""
     monkeypatch.setattr(Channel, "peer", lambda _: (1, os.geteuid() + 1))
-    with Place.of_run(runtime_dir, "other").listen(), pytest.raises(ConfigError, match="served by user"):
+    with Place.of_run(runtime_dir, "other", str(tmp_path)).listen(), pytest.raises(ConfigError, match="served by user"):
         AgentClient.connect(run_url=str(tmp_path), run_id="other", spawn=False)
 
 
 def test_stale_socket_is_no_agent(tmp_path, runtime_dir):
     """The socket of an agent that died is neither found nor connected to."""
-    Place.of_run(runtime_dir, "stale").listen().close()
+    Place.of_run(runtime_dir, "stale", str(tmp_path)).listen().close()
     assert find_agents() == []
     with pytest.raises(NotFoundError, match="no agent"):
         AgentClient.connect(run_url=str(tmp_path), run_id="stale", spawn=False)
@@ -325,9 +325,9 @@ def test_long_runtime_dir(tmp_path, monkeypatch):
 def test_run_id_never_becomes_a_path(tmp_path):
     """A run id with slashes or of any length names a plain file."""
     for run_id in ("../../etc/passwd", "a" * 500, "", ".", "ü"):
-        place = Place.of_run(tmp_path, run_id)
+        place = Place.of_run(tmp_path, run_id, str(tmp_path))
         assert place.socket.parent == tmp_path
-        assert len(place.socket.name) < 50
+        assert len(place.socket.name) < 64
         assert place.lock.name.isascii()
 
 

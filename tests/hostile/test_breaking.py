@@ -239,17 +239,12 @@ def test_run_goes_away_under_its_agent(tmp_path, how):
 
 @pytest.mark.leaves_agent
 def test_copied_run_does_not_save_into_the_first(tmp_path):
-    """A copy has the id of the first, whose agent must not take the copy's saves; without its run.json it gets an id of its own."""
+    """A copy has the id of the first, whose agent must not take the copy's saves: it gets an agent of its own."""
     first = everystep.Checkpointer(tmp_path / "a", cadence=everystep.Cadence(disk=False))
     first.save(1, state(1), sync=True)
     first.save(2, state(2)).wait("memory")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     into = state(0)
-    with everystep.Checkpointer(tmp_path / "b") as second:
-        assert second.restore(into) == 1
-        with pytest.raises(ConflictError, match="moved or copied"):
-            second.save(10, state(10))
-    (tmp_path / "b" / "run.json").unlink()
     with everystep.Checkpointer(tmp_path / "b") as second:
         assert second.restore(into) == 1
         second.save(10, state(10), sync=True)
@@ -480,3 +475,28 @@ def test_agent_that_is_gone_is_noticed_at_the_first_failure(tmp_path):
         checkpointer.save(step, state(step), sync=True)
     checkpointer.close()
     assert everystep.load(tmp_path / "run")["v"] == 5
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])
+def test_two_trainers_without_an_agent_of_their_own(tmp_path, first, second):
+    """With ``agent=False`` on one side or both: the second trainer of a live run is refused all the same, and the first goes on."""
+    one = everystep.Checkpointer(tmp_path / "run", agent=first)
+    one.save(1, state(1), sync=True)
+    with everystep.Checkpointer(tmp_path / "run", agent=second) as two:
+        two.restore(state(0))
+        with pytest.raises(ConflictError, match=str(os.getpid())):
+            two.save(2, state(2))
+    one.save(2, state(3), sync=True)
+    one.close()
+    assert everystep.load(tmp_path / "run")["v"] == 3
+
+
+def test_in_process_trainer_takes_what_an_agent_holds(tmp_path):
+    """A restart with ``agent=False`` while an agent still has a newer snapshot in memory goes on from that snapshot."""
+    one = everystep.Checkpointer(tmp_path / "run", cadence=everystep.Cadence(disk=False))
+    one.save(1, state(1), sync=True)
+    one.save(2, state(2)).wait("memory")
+    into = state(0)
+    with everystep.Checkpointer(tmp_path / "run", agent=False) as two:
+        assert two.restore(into) == 2
+    one.close()

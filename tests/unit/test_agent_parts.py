@@ -194,10 +194,13 @@ def test_channel_refuses_what_is_too_long():
 
 def test_one_lock_for_each_run(tmp_path):
     """The lock is taken once, is free again when its descriptor is closed, and other runs have their own."""
-    place, other = Place.of_run(tmp_path, "a"), Place.of_run(tmp_path, "b")
+    place, other = Place.of_run(tmp_path, "a", "/r/a"), Place.of_run(tmp_path, "b", "/r/a")
     lock = place.take_lock()
     assert lock is not None
-    assert Place.of_run(tmp_path, "a").take_lock() is None
+    assert Place.of_run(tmp_path, "a", "/r/a").take_lock() is None
+    copy = Place.of_run(tmp_path, "a", "/r/copy").take_lock()  # a copy of a run has its id and another place
+    assert copy is not None
+    os.close(copy)
     os.close(other.take_lock())
     os.close(lock)
     again = place.take_lock()

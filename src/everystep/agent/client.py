@@ -24,7 +24,7 @@ from everystep.agent import messages
 from everystep.agent.memory import Mapping
 from everystep.agent.runtime import LOG_NBYTES, Place, runtime_dir, sockets
 from everystep.agent.wire import Anything, Channel
-from everystep.errors import AgentError, CheckpointError, ConfigError, ConflictError, CorruptionError, NotFoundError, rebuild
+from everystep.errors import AgentError, CheckpointError, ConfigError, CorruptionError, NotFoundError, rebuild
 from everystep.manifest import Manifest, decode
 from everystep.plan import SavePlan
 from everystep.policy import Cadence, Keep
@@ -146,7 +146,7 @@ class AgentClient:
         on_lost: Callable[[], None] | None = None,
         timeout_s: float = 30.0,
     ) -> AgentClient:
-        """Find the run's agent on this node or start one (``spawn``), or run it in this process (``in_process``).
+        """Find the run's agent on this node or start one (``spawn``), or be it in this process (``in_process``).
 
         NotFoundError when there is none and ``spawn`` is False.
         """
@@ -159,19 +159,20 @@ class AgentClient:
             hello = messages.Hello(protocol=messages.PROTOCOL, role=role, run_id=run_id, pid=os.getpid())
             try:
                 client._welcome = client._ask(hello, messages.Welcome)
-                _refuse_other_place(client._welcome, run_url, spawn=spawn)
             except BaseException:
                 client.close(bye=False)
                 raise
             return client
 
-        if in_process:
-            return begin(*_serve_here(run_url, run_id, idle_s))
         try:
-            folder = runtime_dir(create=spawn)
+            place = Place.of_run(runtime_dir(create=spawn or in_process), run_id, run_url)
         except NotFoundError as error:
             raise _no_agent(run_url) from error
-        place = Place.of_run(folder, run_id)
+        except (CheckpointError, OSError) as error:
+            if not in_process:
+                raise
+            _log.debug("no other process can find this agent: %s", error)
+            return begin(*_serve_here(None, run_url, run_id, idle_s))
         pause_s = 0.01
         while True:
             found = _connect(place, until)
@@ -182,12 +183,14 @@ class AgentClient:
                     if error.kind not in ("lost", "ending") or time.monotonic() > until:
                         raise
                     _log.debug("the agent ended while it was asked: %s", error)
+            elif in_process and (lock := place.take_lock()) is not None:
+                return begin(*_serve_here((place, lock), run_url, run_id, idle_s))
             elif not spawn:
                 raise _no_agent(run_url)
             if time.monotonic() > until:
                 raise AgentError(f"no agent for run {run_url!r} came up within {timeout_s:g} s", key=run_url, kind="no-agent",
                                  hint=f"see {place.log}, or pass agent=False")  # fmt: skip
-            if not spawn or _start(place, run_url, run_id, idle_s, until=until):
+            if not in_process and _start(place, run_url, run_id, idle_s, until=until):
                 continue
             time.sleep(pause_s)  # another agent has the lock and is just beginning or ending: nothing to wait on
             pause_s = min(0.2, pause_s * 2)
@@ -444,11 +447,17 @@ class AgentClient:
 
 
 _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
+_held: dict[int, socket.socket] = {}
+"""Locks of the agents in this process, and where they listen."""
 
 
 def _leave_to_parent() -> None:
     for client in list(_clients):
         client._after_fork()  # noqa: SLF001 - the same module's business
+    for lock, listener in _held.items():  # a child that lives longer must not keep the run
+        listener.close()
+        os.close(lock)
+    _held.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -498,22 +507,6 @@ def _check_bounds(manifest: Manifest, taken: messages.SnapshotTaken) -> None:
                               hint="take the newest checkpoint on disk")  # fmt: skip
 
 
-def _refuse_other_place(welcome: messages.Welcome, run_url: str, *, spawn: bool) -> None:
-    """A run that was moved or copied has the id it had, but its agent writes to where it was: for the other place it is no agent."""
-    theirs = welcome.run_url
-    if theirs == run_url or "://" in theirs or "://" in run_url:
-        return
-    with contextlib.suppress(OSError):
-        if os.path.samefile(Path(theirs, "run.json"), Path(run_url, "run.json")):
-            return
-    if not spawn:
-        raise _no_agent(run_url)
-    raise ConflictError(
-        f"run {run_url!r} was moved or copied: its agent, pid {welcome.pid}, serves it at {theirs!r}", key=run_url, kind="other-place",
-        hint=f"if moved: move it back, or kill {welcome.pid}; if copied: delete the copy's run.json, it gets an id of its own",
-    )  # fmt: skip
-
-
 def _connect(place: Place, until: float) -> socket.socket | None:
     """A connection, or None when nobody listens."""
     try:
@@ -530,16 +523,41 @@ def _connect(place: Place, until: float) -> socket.socket | None:
     return sock
 
 
-def _serve_here(run_url: str, run_id: str, idle_s: float) -> tuple[socket.socket, Callable[[float], bool]]:
-    """The agent in this process, in threads; returns our end of the connection, and how to wait for the agent's end."""
+def _serve_here(
+    found_by: tuple[Place, int] | None, run_url: str, run_id: str, idle_s: float
+) -> tuple[socket.socket, Callable[[float], bool]]:
+    """The agent in this process, in threads; returns our end of the connection, and how to wait for the agent's end.
+
+    With a place and its lock other processes find it as they would find any agent, so that nobody takes over the run unasked.
+    """
     from everystep.agent.server import AgentServer
+    from everystep.agent.serving import accept
     from everystep.repository import Repository
 
     repository = Repository.open(run_url)
     if repository.run_id != run_id:
         raise ConfigError(f"{run_url!r} is run {repository.run_id!r}, not {run_id!r}", key=run_url, kind="other-run")
     server = AgentServer(repository, run_url=run_url, run_id=run_id, idle_s=idle_s)
-    server.on_end(lambda: threading.Thread(target=server.close, name="everystep-close", daemon=True).start())
+    listener: socket.socket | None = None
+    if found_by is not None:
+        place, lock = found_by
+        listener = place.listen()
+        _held[lock] = listener
+        threading.Thread(target=accept, args=(listener, server), name="everystep-accept", daemon=True).start()
+
+    def end() -> None:
+        if found_by is not None and listener is not None:
+            place, lock = found_by
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for connections
+            with contextlib.suppress(FileNotFoundError):
+                place.socket.unlink()
+            if _held.pop(lock, None) is not None:
+                listener.close()
+                os.close(lock)
+        server.close()
+
+    server.on_end(lambda: threading.Thread(target=end, name="everystep-close", daemon=True).start())
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     serving = server.adopt(Channel(theirs))
 

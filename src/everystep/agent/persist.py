@@ -140,9 +140,11 @@ class _Aside:
             raise self._error
 
 
-def sweep_leftovers(repository: Repository, stats: AgentStats) -> None:
+def sweep_leftovers(repository: Repository, attempt: int, stats: AgentStats) -> None:
     """Delete what a killed agent or trainer has left behind. Only between persists: then nothing of this agent's is half written."""
     try:
+        if repository.newest_attempt() != attempt:
+            return  # somebody else may be writing the newer one
         freed = repository.sweep(repository.plan_sweep(now=time.time(), sole_committer=True))
     except CheckpointError as error:
         stats.count("sweep_failures")

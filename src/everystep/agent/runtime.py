@@ -68,10 +68,11 @@ class Place:
         self.log = folder / f"{name}.log"
 
     @classmethod
-    def of_run(cls, folder: Path, run_id: str) -> Place:
-        """The place of the run; a run id that is no short plain word is hashed."""
-        plain = re.fullmatch(r"[A-Za-z0-9_-]{1,40}", run_id) is not None
-        return cls(folder, run_id if plain else "x" + hashlib.sha256(run_id.encode()).hexdigest()[:32])
+    def of_run(cls, folder: Path, run_id: str, run_url: str) -> Place:
+        """The place of the run with this id at this path: a copy of a run has its id and needs an agent of its own."""
+        where = run_url if "://" in run_url else os.path.realpath(run_url)
+        plain = run_id if re.fullmatch(r"[A-Za-z0-9_-]{1,40}", run_id) else "x"
+        return cls(folder, f"{plain}-{hashlib.sha256(f'{run_id} {where}'.encode(errors='surrogateescape')).hexdigest()[:12]}")
 
     def take_lock(self) -> int | None:
         """The descriptor of the lock file, locked for this process; None when another agent has it."""

@@ -507,7 +507,7 @@ class AgentServer:
                 self._tell(seal_conn, messages.Event(what="forgotten", step=key.step, attempt=key.attempt))
         if self._swept_for != snapshot.key.attempt:
             self._swept_for = snapshot.key.attempt
-            sweep_leftovers(self.repository, self.stats)
+            sweep_leftovers(self.repository, snapshot.key.attempt, self.stats)
 
     def _record_late(self, key: CheckpointKey, metrics: dict[str, float]) -> None:
         try:

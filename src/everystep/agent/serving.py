@@ -46,7 +46,7 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
     if run_id not in (None, repository.run_id):
         raise ConfigError(f"{run_url!r} is run {repository.run_id!r}, not {run_id!r}", key=run_url, kind="other-run",
                           hint="the run directory was replaced: restart the trainer")  # fmt: skip
-    place = Place.of_run(runtime_dir(), repository.run_id)
+    place = Place.of_run(runtime_dir(), repository.run_id, run_url)
     lock = _take_lock(place)
     if lock is None:
         if foreground:
@@ -60,7 +60,7 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
     with place.listen() as listener:
         server = AgentServer(repository, run_url=run_url, run_id=repository.run_id, idle_s=idle_s, own_idle_s=foreground)
         server.on_end(lambda: news.put("end"))
-        threading.Thread(target=_accept, args=(listener, server), name="everystep-accept", daemon=True).start()
+        threading.Thread(target=accept, args=(listener, server), name="everystep-accept", daemon=True).start()
         if ready_fd is not None:
             with contextlib.suppress(BrokenPipeError):  # who started us is gone: the run may still have use for us
                 os.write(ready_fd, READY)
@@ -92,7 +92,8 @@ def _take_lock(place: Place) -> int | None:
             return None
 
 
-def _accept(listener: socket.socket, server: AgentServer) -> None:
+def accept(listener: socket.socket, server: AgentServer) -> None:
+    """Take connections until the listener is closed."""
     with contextlib.suppress(OSError):  # closed: the agent ends
         while True:
             sock, _ = listener.accept()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +15,7 @@ from everystep.agent.client import AgentClient
 from everystep.cli import output, runs
 from everystep.cli.exits import guarded
 from everystep.cli.stats import print_stats
+from everystep.cli.usage import Command
 from everystep.repository import Repository
 
 app = typer.Typer(help="The process on each node that holds a run's snapshots and makes them durable.", no_args_is_help=True)
@@ -26,12 +29,13 @@ class Living:
 
     pid: int
     run: str
+    run_id: str
     version: str
     trainers: tuple[int, ...]
     snapshots: tuple[dict[str, Any], ...]
 
 
-@app.command("ls")
+@app.command("ls", cls=Command, short_help="List the agents of this node.")
 @guarded
 def ls(as_json: output.AsJson = False) -> None:
     """List the agents of this node that this user may talk to, and what they hold in memory."""
@@ -51,7 +55,7 @@ def ls(as_json: output.AsJson = False) -> None:
         )
 
 
-@app.command("stats")
+@app.command("stats", cls=Command, short_help="Counters and times of a living agent.")
 @guarded
 def stats(run: runs.Run, as_json: output.AsJson = False) -> None:
     """Counters and the time each phase took, from the run's living agent."""
@@ -64,18 +68,17 @@ def stats(run: runs.Run, as_json: output.AsJson = False) -> None:
         print_stats(document, source=f"agent of {run}")
 
 
-@app.command("stop")
+@app.command("stop", cls=Command, short_help="End an agent once its newest snapshot is on disk.")
 @guarded
 def stop(
-    run: runs.Run,
+    target: Annotated[str, typer.Argument(metavar="RUN|ID|PID", help="The run's directory, or the run id or process id that `agent ls` shows.")],
     force: Annotated[bool, typer.Option("--force", help="Do not make what is in memory durable first: it is lost.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for the disk.")] = DRAIN_TIMEOUT_S,
     as_json: output.AsJson = False,
 ) -> None:
-    """End the run's agent, after the newest snapshot is on disk. A trainer that still saves starts a new one."""
-    repository = runs.open_run(run)
-    with _connected(repository) as client:
-        pid = client.welcome.pid
+    """End an agent, after its newest snapshot is on disk. A trainer that still saves starts a new one."""
+    with contextlib.closing(_find(target)) as client:
+        pid, run_url = client.welcome.pid, client.welcome.run_url
         newest = None
         if not force:
             drained = client.drain(timeout_s=timeout_s)
@@ -84,17 +87,17 @@ def stop(
                 raise errors.AgentError(
                     f"the newest snapshot is not on disk: {drained.error or f'not done within {timeout_s:g} s'}",
                     kind="not-durable",
-                    hint=f"everystep agent stop {run} --force ends it all the same and loses what is in memory",
+                    hint=f"everystep agent stop {target} --force ends it all the same and loses what is in memory",
                 )
         client.stop(force=force)
     if as_json:
-        output.print_json({"run": repository.store.url, "pid": pid, "stopped": True, "forced": force, "newest_durable_step": newest})
+        output.print_json({"run": run_url, "pid": pid, "stopped": True, "forced": force, "newest_durable_step": newest})
     else:
         durable = "" if newest is None else f"; step {newest} is on disk"
         output.print_text(f"agent {pid} ended{durable}")
 
 
-@app.command("run")
+@app.command("run", cls=Command, short_help="Be the agent of RUN, in the foreground.")
 @guarded
 def run_(
     run: runs.Run,
@@ -117,6 +120,33 @@ def _connected(repository: Repository) -> contextlib.closing[AgentClient]:
     return contextlib.closing(AgentClient.connect(run_url=repository.store.url, run_id=repository.run_id, role="visitor", spawn=False))
 
 
+def _find(target: str) -> AgentClient:
+    """A connection to the agent that ``target`` means: a run's directory, a run id, or a process id.
+
+    A directory's own agent comes first; else the one that says it serves this path, though the run there was replaced or is gone.
+    """
+    from everystep.agent import find_agents
+
+    missing: errors.CheckpointError
+    try:
+        repository = runs.open_run(target)
+        return AgentClient.connect(run_url=repository.store.url, run_id=repository.run_id, role="visitor", spawn=False)
+    except (errors.NotFoundError, errors.ConfigError, errors.CorruptionError) as error:
+        missing = error
+    path = str(Path(target.removeprefix("file://")).absolute())
+    for agent in find_agents():
+        if target in {agent.run_id, str(agent.pid)} or agent.run_url.removeprefix("file://") == path:
+            return AgentClient.connect(run_url=agent.run_url, run_id=agent.run_id, role="visitor", spawn=False)
+    if isinstance(missing, errors.NotFoundError) and missing.kind == "no-run" and not os.path.exists(path):
+        raise errors.NotFoundError(
+            f"{target!r} is no run's directory, and no agent on this node has it as its run id or process id",
+            key=target,
+            kind="no-agent",
+            hint=f"everystep agent ls shows those there are; {runs.RUN_LOOKS_LIKE}",
+        )
+    raise missing
+
+
 def _ask(run_url: str, run_id: str) -> Living | None:
     try:
         client = AgentClient.connect(run_url=run_url, run_id=run_id, role="visitor", spawn=False, timeout_s=5.0)
@@ -126,7 +156,7 @@ def _ask(run_url: str, run_id: str) -> Living | None:
                 {"step": one.step, "attempt": one.attempt, "nbytes": one.nbytes, "saved_at": one.saved_at, "persisted": one.persisted}
                 for one in client.snapshots()
             )
-            return Living(welcome.pid, welcome.run_url, welcome.version, tuple(welcome.trainers), held)
+            return Living(welcome.pid, welcome.run_url, welcome.run_id, welcome.version, tuple(welcome.trainers), held)
     except (errors.NotFoundError, errors.AgentError):
         return None  # it ended while we looked
 

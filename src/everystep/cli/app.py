@@ -8,11 +8,13 @@ import typer
 
 from everystep import __version__
 from everystep.cli import agent, demo, diff, doctor, forget, ls, pin, show, stats, sweep, verify
+from everystep.cli.usage import Command, Group
 
 __all__ = ["app"]
 
 app = typer.Typer(
     name="everystep",
+    cls=Group,
     help="Look at, check and look after the checkpoints of a training run. RUN is the directory given to everystep.Checkpointer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -32,14 +34,14 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
     pass
 
 
-app.command("ls", short_help="List the checkpoints, on disk and in memory.")(ls.ls)
-app.command("show", short_help="What one checkpoint holds.")(show.show)
-app.command("verify", short_help="Read back and compare every byte.")(verify.verify)
-app.command("diff", short_help="Which tensors of two checkpoints differ.")(diff.diff)
-app.command("pin", short_help="Keep a checkpoint, whatever retention says.")(pin.pin)
-app.command("forget", short_help="Unpublish checkpoints and delete their data.")(forget.forget)
-app.command("sweep", short_help="Delete data that nobody refers to.")(sweep.sweep)
-app.command("stats", short_help="How long each phase took.")(stats.stats)
-app.command("doctor", short_help="Test the disk and the memory of this place.")(doctor.doctor)
+app.command("ls", cls=Command, short_help="List the checkpoints, on disk and in memory.")(ls.ls)
+app.command("show", cls=Command, short_help="What one checkpoint holds.")(show.show)
+app.command("verify", cls=Command, short_help="Read back and compare every byte.")(verify.verify)
+app.command("diff", cls=Command, short_help="Which tensors of two checkpoints differ.")(diff.diff)
+app.command("pin", cls=Command, short_help="Keep a checkpoint, whatever retention says.")(pin.pin)
+app.command("forget", cls=Command, short_help="Unpublish checkpoints and delete their data.")(forget.forget)
+app.command("sweep", cls=Command, short_help="Delete data that nobody refers to.")(sweep.sweep)
+app.command("stats", cls=Command, short_help="How long each phase took.")(stats.stats)
+app.command("doctor", cls=Command, short_help="Test the disk and the memory of this place.")(doctor.doctor)
 app.add_typer(agent.app, name="agent", short_help="The agents of this node.")
-app.command("demo", short_help="Train, kill, resume, compare.")(demo.run)
+app.command("demo", cls=Command, short_help="Train, kill, resume, compare.")(demo.run)

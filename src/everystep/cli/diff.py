@@ -84,8 +84,8 @@ def _print(document: dict[str, Any]) -> None:
         output.print_text()
         output.print_table(["value", "A", "B"], [[item["path"], _short(item["a"]), _short(item["b"])] for item in document["values"]])
     output.print_text(
-        f"{len(rows)} of {output.plural(document['tensors_compared'], 'tensor')} differ, "
-        f"and {output.plural(len(document['values']), 'plain value')}"
+        f"{output.plural(len(rows), 'tensor')} of {document['tensors_compared']} and "
+        f"{output.plural(len(document['values']), 'plain value')} {'differs' if len(rows) + len(document['values']) == 1 else 'differ'}"
     )
 
 

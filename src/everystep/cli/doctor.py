@@ -77,7 +77,7 @@ def doctor(
     output.print_text()
     lives_in = ", ".join(f"{kind}: {what}" for kind, what in where.items()) or "no container, Slurm job or systemd unit was recognised"
     output.print_table(
-        ["when", "a snapshot in memory", "because / instead"],
+        ["when", "snapshot in memory", "because / instead"],
         [[row.event, "survives" if row.survives else "is lost", row.why] for row in survival],
     )
     output.print_text(f"({lives_in})")

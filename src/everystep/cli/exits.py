@@ -13,7 +13,7 @@ import typer
 from everystep import errors
 from everystep.cli import output
 
-__all__ = ["EXIT_CODES", "INTERRUPTED", "exit_code", "guarded"]
+__all__ = ["EXIT_CODES", "INTERRUPTED", "document", "exit_code", "guarded"]
 
 INTERRUPTED = 130
 
@@ -51,7 +51,7 @@ def guarded(command: Command) -> Command:
             code = exit_code(error)
             output.say_error(error)
             if kwargs.get("as_json"):
-                output.print_json(_document(error, code))
+                output.print_json(document(error, code))
             raise typer.Exit(code) from None
         except (KeyboardInterrupt, typer.Abort):
             _debug()
@@ -70,7 +70,8 @@ def guarded(command: Command) -> Command:
     return run  # type: ignore[return-value]
 
 
-def _document(error: errors.CheckpointError, code: int) -> dict[str, object]:
+def document(error: errors.CheckpointError, code: int) -> dict[str, object]:
+    """What ``--json`` prints of an error."""
     return {
         "error": {
             "name": type(error).__name__,

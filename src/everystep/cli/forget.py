@@ -16,7 +16,7 @@ from everystep.repository import CheckpointKey, Repository
 @guarded
 def forget(
     run: runs.Run,
-    steps: Annotated[list[str], typer.Argument(metavar="STEP...", help="Step numbers, `latest`, or whole keys.")],
+    steps: Annotated[list[str], typer.Argument(metavar="STEP", help="Step numbers, `latest`, or whole keys.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Forget even the newest good checkpoint and pinned ones.")] = False,
     as_json: output.AsJson = False,

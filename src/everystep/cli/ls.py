@@ -45,7 +45,8 @@ def ls(
         on_disk = [row for row in rows if "disk" in row.where]
         total = sum(row.nbytes for row in on_disk)
         output.print_text(
-            f"{output.plural(len(on_disk), 'checkpoint')} on disk, {output.nbytes(total)}; {len(rows) - len(on_disk)} only in memory"
+            f"{output.plural(len(on_disk), 'checkpoint')} on disk, {output.nbytes(total)} of data files; "
+            f"{len(rows) - len(on_disk)} only in memory"
         )
     damaged = [row for row in rows if row.damage]
     if damaged:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -36,6 +37,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")
 
 WIDE = 200
 """Columns where stdout is no terminal: nothing is folded or cut in a pipe or a log."""
+
+FOLDED = 20
+"""Columns of text that stay readable when a table's cells are folded."""
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -64,17 +68,42 @@ def print_text(text: str = "") -> None:
     _console().print(text, markup=False)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[str] = ()) -> None:
-    """A table on stdout. Columns named in ``right`` are right-aligned; texts are shown as they are (no markup)."""
-    table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """A table on stdout. Columns named in ``right`` are right-aligned; texts are shown as they are (no markup).
+
+    Nothing is ever cut: on a terminal that is too narrow cells are folded, and where even that would leave columns unreadable each row
+    becomes a block of ``column: text`` lines. In a pipe rows are as wide as they have to be, without blanks at their ends.
+    """
+    widths = [max(map(cell_len, (column, *cells))) for column, cells in zip(columns, zip(*rows, strict=True), strict=True)] if rows else [0] * len(columns)
+    console = _console()
+    room = console.width - 2 * (len(columns) - 1)
+    needed = sum(width if column in right else min(width, FOLDED) for column, width in zip(columns, widths, strict=True))
+    if sys.stdout.isatty() and needed > room:
+        _print_blocks(console, columns, rows)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    for column, width in zip(columns, widths, strict=True):
+        # A narrow column stays whole, so that the wide ones are folded.
+        fixed = column in right or width <= FOLDED
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=fixed, overflow="fold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    console = _console()
-    if not sys.stdout.isatty():  # cut nothing: as wide as the widest row
-        console.width = max(WIDE, console.measure(table).maximum)
-    console.print(table)
+    if sys.stdout.isatty():
+        console.print(table)
+        return
+    console.width = max(WIDE, console.measure(table).maximum)
+    with console.capture() as shown:
+        console.print(table)
+    sys.stdout.write("".join(line.rstrip() + "\n" for line in shown.get().splitlines()))
+
+
+def _print_blocks(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    for number, row in enumerate(rows):
+        if number:
+            console.print()
+        for column, cell in zip(columns, row, strict=True):
+            if cell:
+                console.print(f"{column}: {cell}" if column else cell, markup=False, overflow="fold")
 
 
 def note(text: str) -> None:
@@ -107,9 +136,9 @@ def nbytes(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration for people: ``350 us``, ``12 ms``, ``1.5 s``."""
+    """A duration for people: ``< 1 us``, ``350 us``, ``12 ms``, ``1.5 s``."""
     if value < 1e-3:
-        return f"{value * 1e6:.0f} us"
+        return "< 1 us" if 0 < value < 5e-7 else f"{value * 1e6:.0f} us"
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 

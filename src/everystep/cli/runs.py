@@ -18,7 +18,7 @@ from everystep.cli import output
 from everystep.manifest import Manifest
 from everystep.repository import CheckpointKey, Repository
 
-__all__ = ["Row", "Run", "Step", "gather", "mark_best", "open_run", "resolve", "stored_nbytes", "visit"]
+__all__ = ["Row", "Run", "Step", "gather", "in_memory", "in_memory_only", "mark_best", "open_run", "resolve", "stored_nbytes", "visit"]
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's directory.")]
 Step = Annotated[str, typer.Argument(metavar="STEP", help="A step number, `latest`, or a whole key such as 000000000150-0002.")]
@@ -40,7 +40,38 @@ def open_run(url: str) -> Repository:
 
 
 def resolve(repository: Repository, step: str) -> CheckpointKey:
-    """The committed checkpoint that ``step`` means: a number, ``latest``, or a whole key."""
+    """The committed checkpoint that ``step`` means: a number, ``latest``, or a whole key.
+
+    Raises:
+        NotFoundError: There is none; says so when it is there in the agent's memory (kind ``memory-only``).
+        ConfigError: ``step`` is no step.
+    """
+    try:
+        return _committed(repository, step)
+    except errors.NotFoundError as error:
+        held = next((key for key in _keys_in_memory(repository) if step in {"latest", str(key.step), str(key)}), None)
+        if held is None:
+            raise
+        raise in_memory_only(repository, held) from error
+
+
+def in_memory_only(repository: Repository, key: CheckpointKey) -> errors.NotFoundError:
+    """That a checkpoint is not on disk yet, and what brings it there."""
+    return errors.NotFoundError(
+        f"step {key.step} is in memory only: it has not reached the disk yet",
+        step=key.step,
+        key=str(key),
+        kind="memory-only",
+        hint=f"save(sync=True), a Cadence with disk=N, or everystep agent stop {repository.store.url} bring it there; everystep show reads it",
+    )
+
+
+def _keys_in_memory(repository: Repository) -> list[CheckpointKey]:
+    """Snapshots that the agent holds, newest first."""
+    return [CheckpointKey(item.step, item.attempt) for item in in_memory(repository)]
+
+
+def _committed(repository: Repository, step: str) -> CheckpointKey:
     if step == "latest":
         return repository.find(None)
     with contextlib.suppress(ValueError):
@@ -121,7 +152,7 @@ def stored_nbytes(manifest: Manifest) -> int:
 
 def gather(repository: Repository) -> list[Row]:
     """Every checkpoint and snapshot of the run, in order of attempt and step; the newest restorable one is marked."""
-    snapshots = {CheckpointKey(item.step, item.attempt): item for item in _in_memory(repository)}
+    snapshots = {CheckpointKey(item.step, item.attempt): item for item in in_memory(repository)}
     lineage = set(repository.lineage())
     rows: dict[CheckpointKey, Row] = {}
     for key in repository.keys():
@@ -136,7 +167,8 @@ def gather(repository: Repository) -> list[Row]:
     return [dataclasses.replace(row, newest=row.key == newest) for row in ordered]
 
 
-def _in_memory(repository: Repository) -> Sequence[messages.SnapshotSummary]:
+def in_memory(repository: Repository) -> Sequence[messages.SnapshotSummary]:
+    """What the run's agent holds, newest first; nothing where there is none."""
     with visit(repository) as client:
         try:
             return client.snapshots() if client else ()

@@ -85,7 +85,8 @@ def sparkline(buckets: Sequence[Sequence[float]]) -> tuple[str, str, str]:
     most = max(counts)
     # A count of one among thousands is still seen: only zero is blank.
     bars = "".join(BARS[0] if not count else BARS[max(1, round(count / most * (len(BARS) - 1)))] for count in counts)
-    return output.seconds(_bound(first - 1)), bars, output.seconds(_bound(first - 1 + width * len(counts)))
+    low = _bound(first - 1) if first > 1 else 0.0  # the first bucket holds whatever is too short to tell apart
+    return output.seconds(low), bars, output.seconds(_bound(first - 1 + width * len(counts)))
 
 
 def _bound(place: int) -> float:

@@ -19,6 +19,9 @@ class Checked:
 
     key: CheckpointKey
     nbytes: int
+    """Bytes read."""
+    data_nbytes: int
+    """Of them, bytes of data files: what ``ls`` and ``show`` call the size. The rest is the manifest."""
     bad: tuple[tuple[str, str], ...]
     """(object key, what is wrong with it)."""
 
@@ -30,6 +33,7 @@ class Checked:
             "attempt": self.key.attempt,
             "good": not self.bad,
             "nbytes": self.nbytes,
+            "data_nbytes": self.data_nbytes,
             "bad": [{"object": name, "what": what} for name, what in self.bad],
         }
 
@@ -51,6 +55,8 @@ def verify(
         raise errors.ConfigError("both a STEP and --all were given", kind="usage", hint="give one of them")
     keys = repository.keys() if every else [runs.resolve(repository, step)]
     if not keys:
+        for item in runs.in_memory(repository):
+            raise runs.in_memory_only(repository, CheckpointKey(item.step, item.attempt))
         raise errors.NotFoundError(
             f"{run!r} has no checkpoint to verify", key=run, kind="no-checkpoint", hint="the run has not committed one yet"
         )
@@ -84,17 +90,19 @@ def verify(
 def check(repository: Repository, key: CheckpointKey, *, threads: int) -> Checked:
     """Verify one checkpoint, with a progress bar. A manifest that cannot be read is a finding like any other."""
     try:
-        total = runs.stored_nbytes(repository.manifest(key))
+        manifest = repository.manifest(key)
     except errors.CorruptionError as error:
-        return Checked(key, 0, ((error.key or "manifest", error.message),))
-    done, bad = 0, []
-    with output.progress(f"verify {key.step}", total) as advance, repository.hold(key):
+        return Checked(key, 0, 0, ((error.key or "manifest", error.message),))
+    files = {stored.key for stored in manifest.objects}
+    done, data, bad = 0, 0, []
+    with output.progress(f"verify {key.step}", runs.stored_nbytes(manifest)) as advance, repository.hold(key):
         for name, count, what in repository.verify(key, threads=threads):
             done += count
+            data += count if name in files else 0
             advance(count)
             if what:
                 bad.append((name, what))
-    return Checked(key, done, tuple(bad))
+    return Checked(key, done, data, tuple(bad))
 
 
 def _remember(repository: Repository, result: Checked) -> None:
@@ -107,6 +115,6 @@ def _remember(repository: Repository, result: Checked) -> None:
 
 def _report(result: Checked) -> None:
     if not result.bad:
-        output.print_text(f"{result.key}  good     {output.nbytes(result.nbytes)}")
+        output.print_text(f"{result.key}  good     {output.nbytes(result.data_nbytes)} of data files, and the manifest")
     for name, what in result.bad:
         output.print_text(f"{result.key}  CORRUPT  {name}: {what}")

@@ -63,10 +63,8 @@ class Connection:
         """The run's agent on this node if one is there; none is started."""
         if self.client is not None and self.client.alive:
             return self.client
-        if self._in_process:
-            return None
         try:
-            self.client = self._connect(repository, spawn=False)
+            self.client = self._connect(repository, spawn=False, in_process=False)
         except (NotFoundError, AgentError):
             return None
         return self.client
@@ -92,7 +90,7 @@ class Connection:
             raise NotFoundError(f"run {self.path!r} could not be made", key=self.path, kind="no-run")
         client = self.client
         if client is None or not client.alive:
-            self.client = client = self._connect(repository, spawn=True)
+            self.client = client = self._connect(repository, spawn=not self._in_process, in_process=self._in_process)
             if self.attempt is not None:
                 self._configure(client, self.attempt)
         if self.attempt is None:
@@ -126,12 +124,12 @@ class Connection:
         if self.client is not None:
             self.client.close()
 
-    def _connect(self, repository: Repository, *, spawn: bool) -> AgentClient:
+    def _connect(self, repository: Repository, *, spawn: bool, in_process: bool) -> AgentClient:
         client = AgentClient.connect(
             run_url=self.path,
             run_id=repository.run_id,
             spawn=spawn,
-            in_process=self._in_process,
+            in_process=in_process,
             idle_s=self._idle_s,
             on_event=self._on_event,
             on_lost=self._on_lost,

@@ -1,10 +1,10 @@
 """Optimizers: their state by the names of their parameters, in order of nothing but what is there.
 
 An optimizer's part of the values is ``{"class": its name, "groups": [{"values": hyperparameters, "params": [name, ...]}],
-"flat": [...], "loose": [...], "others": [...], "extra": {...}}``. ``flat`` describes the usual case, a dictionary of tensors and numbers for each parameter, for all
-parameters of one form at once: the form's keys, the parameters (as runs of positions in the groups' names), the numbers in columns. The
-tensors are called ``<optimizer>.state.<parameter>.<key>``. ``loose`` are states with lists or dictionaries in them (LBFGS), ``others``
-states kept under something that is no parameter, ``extra`` what a subclass adds in a ``state_dict`` of its own.
+"flat": [...], "loose": [...], "others": [...], "extra": {...}}``. ``flat`` describes the usual case, a dictionary of tensors and numbers
+for each parameter, for all parameters of one form at once: the form's keys, the parameters (as runs of positions in the groups' names),
+the numbers in columns. The tensors are called ``<optimizer>.state.<parameter>.<key>``. ``loose`` are states with lists or dictionaries in
+them (LBFGS), ``others`` states kept under something that is no parameter, ``extra`` what a subclass adds in a ``state_dict`` of its own.
 """
 
 from __future__ import annotations
