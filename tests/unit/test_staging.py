@@ -139,7 +139,24 @@ def _swapped(tensor: torch.Tensor) -> None:
     tensor.data = torch.ones_like(tensor)
 
 
-@pytest.mark.parametrize("change", [_in_place, _through_data, _through_numpy, _swapped])
+def test_a_swapped_storage_is_copied_as_the_call_saw_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``param.data = other`` (an offload, ``model.half()``) before the fence: the snapshot holds the values of the call."""
+    weight, other = torch.randn(500, 100), torch.randn(64, 32).t()
+    bench = Bench([leaf("w", weight), leaf("slow", other)])
+    gate = Gate(bench.stager, monkeypatch)
+    before = weight.clone()
+    bench.stage(1)
+    assert gate.reached.wait(20)
+    _swapped(weight)
+    gate.open.set()
+    bench.stager.fence()
+    bench.stager.idle()
+    bench.stager.close()
+    assert bench.finished[0].error is None
+    assert torch.equal(bench.staged("w"), before)
+
+
+@pytest.mark.parametrize("change", [_in_place, _through_data, _through_numpy])
 def test_a_change_before_the_fence_is_torn(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """In-place writes, `.data` writes, numpy writes and storage swaps before the fence fail that snapshot, and only that."""
     weight, other = torch.randn(500, 100), torch.randn(64, 32).t()

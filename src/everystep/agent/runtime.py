@@ -76,13 +76,32 @@ class Place:
 
     def take_lock(self) -> int | None:
         """The descriptor of the lock file, locked for this process; None when another agent has it."""
-        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while True:
+            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            if _is_file(self.lock, fd):
+                return fd
+            os.close(fd)  # an agent that ended removed it between the two calls: whoever comes next would lock another file
+
+    def adopt_log(self) -> None:
+        """Have standard error, which is the log, in the file that bears its name: an agent that ended may have removed that one since.
+
+        Only who has the lock may call this: it alone removes the log.
+        """
+        if not _is_file(self.log, 2):
+            fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            os.dup2(fd, 2)
             os.close(fd)
-            return None
-        return fd
+
+    def clear(self, *, log: bool) -> None:
+        """Remove the agent's files, the lock last, and the log only when asked. Only who has the lock may call this, before it lets go."""
+        for path in (self.socket, *([self.log] if log else []), self.lock):
+            with contextlib.suppress(OSError):  # gone, or the directory is: as good
+                path.unlink()
 
     def listen(self) -> socket.socket:
         """A listening socket. Only who has the lock may call this: it replaces the socket of an agent that died."""
@@ -105,6 +124,13 @@ class Place:
             sock.close()
             raise
         return sock
+
+
+def _is_file(path: Path, fd: int) -> bool:
+    """Whether ``fd`` is open on what ``path`` names now."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    return False
 
 
 def sockets(folder: Path) -> list[Place]:

@@ -25,11 +25,14 @@ from everystep.repository import Repository
 
 _log = logging.getLogger(__name__)
 READY = b"ready"
+INTERRUPTED = 130
 _LOCK_WAIT_S = 5.0
 
 
 def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = True, *, ready_fd: int | None = None) -> int:
-    """Be the run's agent until the end; returns the exit status.
+    """Be the run's agent until the end; returns the exit status: 0, or 130 when SIGINT (Ctrl-C) asked for the end.
+
+    A clean end leaves nothing in the runtime directory; one with an error in the log leaves the log.
 
     Args:
         run_url: Absolute, or of a path relative to here.
@@ -39,7 +42,7 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
             race for the run returns at once.
         ready_fd: Where to write ``READY`` once the socket listens.
     """
-    _log_to_stderr(bounded=not foreground)
+    log = _log_to_stderr(bounded=not foreground)
     if "://" not in run_url:
         run_url = str(Path(run_url).absolute())
     repository = Repository.open(run_url, create=run_id is None)
@@ -53,9 +56,12 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
             message = f"run {run_url!r} has an agent on this node already"
             raise ConflictError(message, key=run_url, kind="two-agents", hint="everystep agent ls")
         return 0
+    if not foreground:
+        place.adopt_log()
+    status = 0
     news: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put may be called from a signal handler
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: news.put("signal"))
+    signal.signal(signal.SIGTERM, lambda *_: news.put("signal"))
+    signal.signal(signal.SIGINT, lambda *_: news.put("interrupt"))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with place.listen() as listener:
         server = AgentServer(repository, run_url=run_url, run_id=repository.run_id, idle_s=idle_s, own_idle_s=foreground)
@@ -66,13 +72,16 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
                 os.write(ready_fd, READY)
             os.close(ready_fd)
         _log.info("agent %d serves run %s at %s", os.getpid(), repository.run_id, run_url)
-        while news.get() != "end":
+        while (what := news.get()) != "end":
             server.signal()
+            if what == "interrupt":
+                status = INTERRUPTED
         with contextlib.suppress(FileNotFoundError):  # gone before the lock is: the next agent makes its own
             place.socket.unlink()
     server.close()
+    place.clear(log=not foreground and not log.troubled)
     os.close(lock)
-    return 0
+    return status
 
 
 def _take_lock(place: Place) -> int | None:
@@ -100,15 +109,27 @@ def accept(listener: socket.socket, server: AgentServer) -> None:
             server.adopt(Channel(sock))
 
 
-def _log_to_stderr(*, bounded: bool) -> None:
-    handler: logging.Handler = _BoundedStream() if bounded else logging.StreamHandler()
+def _log_to_stderr(*, bounded: bool) -> _Stream:
+    handler = _BoundedStream() if bounded else _Stream()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger("everystep")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    return handler
 
 
-class _BoundedStream(logging.StreamHandler):  # type: ignore[type-arg]
+class _Stream(logging.StreamHandler):  # type: ignore[type-arg]
+    """Standard error; remembers whether an error was among what it wrote."""
+
+    troubled = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        self.troubled = self.troubled or record.levelno >= logging.ERROR
+        super().emit(record)
+
+
+class _BoundedStream(_Stream):
     """Standard error is a file that is emptied when it has grown too long."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -13,7 +13,7 @@ import typer
 from everystep import errors
 from everystep.agent.client import AgentClient
 from everystep.cli import output, runs
-from everystep.cli.exits import guarded
+from everystep.cli.exits import INTERRUPTED, guarded
 from everystep.cli.stats import print_stats
 from everystep.cli.usage import Command
 from everystep.repository import Repository
@@ -71,7 +71,9 @@ def stats(run: runs.Run, as_json: output.AsJson = False) -> None:
 @app.command("stop", cls=Command, short_help="End an agent once its newest snapshot is on disk.")
 @guarded
 def stop(
-    target: Annotated[str, typer.Argument(metavar="RUN|ID|PID", help="The run's directory, or the run id or process id that `agent ls` shows.")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|ID|PID", help="The run's directory, or the run id or process id that `agent ls` shows.")
+    ],
     force: Annotated[bool, typer.Option("--force", help="Do not make what is in memory durable first: it is lost.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for the disk.")] = DRAIN_TIMEOUT_S,
     as_json: output.AsJson = False,
@@ -107,11 +109,13 @@ def run_(
 ) -> None:
     """Run the agent of RUN in the foreground: for a sidecar container, a DaemonSet, or a systemd unit of its own.
 
-    What it holds then outlives the trainer's container or unit. SIGTERM ends it once everything is on disk.
+    What it holds then outlives the trainer's container or unit. SIGTERM, or Ctrl-C, ends it once everything is on disk.
     """
     from everystep.agent import run_foreground  # brings the whole agent, which other commands need not load
 
     code = run_foreground(run, idle_s=idle_s)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     if code:
         raise typer.Exit(code)
 

@@ -74,7 +74,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     Nothing is ever cut: on a terminal that is too narrow cells are folded, and where even that would leave columns unreadable each row
     becomes a block of ``column: text`` lines. In a pipe rows are as wide as they have to be, without blanks at their ends.
     """
-    widths = [max(map(cell_len, (column, *cells))) for column, cells in zip(columns, zip(*rows, strict=True), strict=True)] if rows else [0] * len(columns)
+    widths = (
+        [max(map(cell_len, (column, *cells))) for column, cells in zip(columns, zip(*rows, strict=True), strict=True)]
+        if rows
+        else [0] * len(columns)
+    )
     console = _console()
     room = console.width - 2 * (len(columns) - 1)
     needed = sum(width if column in right else min(width, FOLDED) for column, width in zip(columns, widths, strict=True))

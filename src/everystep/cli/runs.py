@@ -62,7 +62,7 @@ def in_memory_only(repository: Repository, key: CheckpointKey) -> errors.NotFoun
         step=key.step,
         key=str(key),
         kind="memory-only",
-        hint=f"save(sync=True), a Cadence with disk=N, or everystep agent stop {repository.store.url} bring it there; everystep show reads it",
+        hint=f"`everystep show` reads it there; save(sync=True) or `everystep agent stop {repository.store.url}` bring it to disk",
     )
 
 

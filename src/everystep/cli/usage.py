@@ -37,12 +37,22 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """The root of all commands; ends the process with the exit codes of ``exits``."""
 
-    def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run what ``args`` say (default: the process's own)."""
+        extra = {**extra, "prog_name": prog_name, "complete_var": complete_var, "standalone_mode": False}
+        extra["windows_expand_args"] = windows_expand_args
         if not standalone_mode:
-            return super().main(args, *more, standalone_mode=False, **extra)
+            return super().main(args, **extra)
         try:
-            code = super().main(args, *more, standalone_mode=False, **extra)
+            code = super().main(args, **extra)
         except _ClickError as error:
             code = _refuse(error, sys.argv[1:] if args is None else args)
         except (typer.Abort, KeyboardInterrupt):
