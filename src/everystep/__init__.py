@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from everystep.policy import Cadence as Cadence
     from everystep.policy import Keep as Keep
     from everystep.trainer.checkpointer import Checkpointer as Checkpointer
-    from everystep.trainer.checkpointer import Pending as Pending
-    from everystep.trainer.checkpointer import load as load
     from everystep.trainer.finding import RestoredFrom as RestoredFrom
+    from everystep.trainer.load import load as load
+    from everystep.trainer.pending import Pending as Pending
     from everystep.trainer.pending import Report as Report
     from everystep.trainer.state import RNG as RNG
     from everystep.trainer.state import RestoreReport as RestoreReport
@@ -46,7 +46,7 @@ _HOMES = {
     "Keep": "everystep.policy",
     "LayoutError": "everystep.errors",
     "NotFoundError": "everystep.errors",
-    "Pending": "everystep.trainer.checkpointer",
+    "Pending": "everystep.trainer.pending",
     "PermanentStoreError": "everystep.errors",
     "RNG": "everystep.trainer.state",
     "Report": "everystep.trainer.pending",
@@ -56,7 +56,7 @@ _HOMES = {
     "StoreError": "everystep.errors",
     "TornSnapshotError": "everystep.errors",
     "TransientStoreError": "everystep.errors",
-    "load": "everystep.trainer.checkpointer",
+    "load": "everystep.trainer.load",
 }
 
 __all__ = [

@@ -19,11 +19,12 @@ class Cadence:
     Args:
         memory: Every how many steps ``save`` stages to memory (1: each call; a step that is not due returns a Pending that is ``skipped``).
         disk: None (default): as fast as the disk takes them without queueing, newest wins. An int N: the steps divisible by N.
-            A duration ("30s", "2min", "1h", or a float of seconds): the first save after that time. False: never by itself.
+            A duration as text ("30s", "2min", "1h"): the first save after that time. False: never by itself. A float is refused: nobody
+            sees that 30 would be steps and 30.0 seconds.
     """
 
     memory: int = 1
-    disk: int | float | str | bool | None = None
+    disk: int | str | bool | None = None
 
     def __post_init__(self) -> None:
         """Check both; ConfigError says what would be right."""
@@ -36,6 +37,9 @@ class Cadence:
         if isinstance(self.disk, int):
             if self.disk < 1:
                 raise ConfigError(f"Cadence(disk={self.disk!r}) is not a number of steps", hint="give an int >= 1, or False for never")
+        elif isinstance(self.disk, float):
+            raise ConfigError(f"Cadence(disk={self.disk!r}) could be steps or seconds",
+                              hint=f'write a duration as text, such as "{self.disk:g}s", and a number of steps as an int')  # fmt: skip
         else:
             duration_s(self.disk)
 
@@ -178,17 +182,15 @@ def _against(candidate: Candidate, keep: Keep) -> str:
 _UNITS_S = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def duration_s(value: str | float) -> float:
-    """Seconds in "250ms", "30s", "2min", "1h", "1d" or a number. ConfigError says which units there are."""
+def duration_s(value: str) -> float:
+    """Seconds in "250ms", "30s", "2min", "1h" or "1d". ConfigError says which units there are."""
     seconds = math.nan
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", value, re.ASCII)
         if match is not None and match[2] in _UNITS_S:
             seconds = float(match[1]) * _UNITS_S[match[2]]
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = float(value)
     if not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"{value!r} is not a duration", hint='write it as "250ms", "30s", "2min", "1h" or "1d", or as seconds > 0')
+        raise ConfigError(f"{value!r} is not a duration", hint='write it as "250ms", "30s", "2min", "1h" or "1d"')
     return seconds
 
 

@@ -9,7 +9,12 @@ What must never happen (the property tests check it):
 
 - a sealed snapshot goes away that is neither durable nor superseded by one sealed later, unless it failed and somebody was told;
 - a slab is leased while it is being persisted or read, or while it is the only sealed one (unless there is but one slab, and durable);
-- two persists at once; a *bound* snapshot that is dropped without having become durable, failed, or superseded by a later bound one.
+- two persists at once; a *bound* snapshot that is dropped without having become durable, failed, or superseded by a later bound one;
+- a snapshot that *must* reach the disk is dropped before it is durable or has failed. While such ones have all slabs, leases are refused.
+
+The idle end. After ``idle_s`` without a trainer the newest snapshot is persisted and the agent ends. If that fails the agent stays and
+tries again every ``idle_s`` (at least ``IDLE_RETRY_S``) until it succeeds, a trainer comes, or ``IDLE_GIVE_UP_S`` have passed since the
+first try: only then does it end with the snapshot lost, and says so as an error. A beaten attempt's snapshot is not waited for.
 """
 
 from __future__ import annotations
@@ -21,6 +26,10 @@ from typing import Any
 
 MAX_SLABS = 3
 """One filling, the newest sealed, one persisting."""
+IDLE_RETRY_S = 60.0
+"""The least time between two tries of an idle agent to persist what could not be persisted."""
+IDLE_GIVE_UP_S = 24 * 3600.0
+"""How long an idle agent keeps trying."""
 
 
 class SlabState(enum.Enum):
@@ -56,6 +65,8 @@ class SlabRow:
     order: int = 0
     """Of sealing: later is greater."""
     bound: bool = False
+    must: bool = False
+    """Bound, and superseded by nothing."""
     durable: bool = False
     failed: bool = False
     superseded: bool = False
@@ -108,6 +119,8 @@ class AgentState:
     end_at: float | None = None
     ending: str = ""
     """Why it is DRAINING."""
+    retry_at: float | None = None
+    """When the idle end tries again."""
     bye_end: bool = False
     """The last trainer said goodbye: end as soon as everything is durable."""
     next_slab: int = 1
@@ -246,6 +259,7 @@ class Sealed(OfSlab):
     step: int
     attempt: int
     bound: bool
+    must: bool = False
     room: int = 0
     payload: Any = None
 
@@ -390,9 +404,10 @@ class AnswerDrain(Action):
 
 @dataclasses.dataclass(frozen=True)
 class Exit(Action):
-    """End the agent."""
+    """End the agent. ``lost``: what is given up, and why."""
 
     reason: str
+    lost: str = ""
 
 
 # -- one event -------------------------------------------------------------------------------------------------------------------
@@ -522,6 +537,8 @@ def next_tick_at(state: AgentState) -> float | None:
         times.append(state.end_at)
     if state.idle_since is not None and state.phase is Phase.SERVING:
         times.append(state.idle_since + state.idle_s)
+    if state.retry_at is not None and _ends_idle(state):
+        times.append(state.retry_at)
     return min(times, default=None)
 
 
@@ -548,7 +565,26 @@ def _settle(d: _Draft) -> None:
             d.act(AnswerDrain(waiting.conn, waiting.request, quiet and durable, state.newest_durable_step, error))
     reason = _reason_to_end(state, d.now, quiet=quiet, asked=quiet and durable and any(w.exit or w.stop for w in done))
     if reason:
-        _end(d, reason)
+        _end(d, reason, lost=_lost(state) if reason == "idle" else "")
+    elif quiet and _ends_idle(state) and not _nothing_to_keep(state) and state.retry_at is None:
+        again_s, left_s = max(IDLE_RETRY_S, state.idle_s), _give_up_at(state) - d.now
+        state.retry_at = d.now + (min(again_s, left_s) if left_s > 0 else again_s)
+
+
+def _ends_idle(state: AgentState) -> bool:
+    return state.phase is Phase.DRAINING and state.ending == "idle"
+
+
+def _give_up_at(state: AgentState) -> float:
+    return (state.idle_since or 0.0) + state.idle_s + IDLE_GIVE_UP_S
+
+
+def _lost(state: AgentState) -> str:
+    newest = state.newest()
+    if newest is None or _nothing_to_keep(state):
+        return ""
+    return (f"step {newest.step} of attempt {newest.attempt} is lost: it could not be persisted within {IDLE_GIVE_UP_S / 3600:g} h after "
+            f"the last trainer's end: {state.error}")  # fmt: skip
 
 
 def _nothing_to_keep(state: AgentState) -> bool:
@@ -568,14 +604,14 @@ def _reason_to_end(state: AgentState, now: float, *, quiet: bool, asked: bool) -
         return "signal"
     if state.trainers() or any(s.readers for s in state.slabs.values()):
         return ""
-    if state.ending == "idle":
+    if state.ending == "idle" and (_nothing_to_keep(state) or _give_up_at(state) <= now):
         return "idle"
     return "the last trainer has ended" if state.bye_end and _nothing_to_keep(state) else ""
 
 
-def _end(d: _Draft, reason: str) -> None:
+def _end(d: _Draft, reason: str, *, lost: str = "") -> None:
     d.state.phase = Phase.ENDED
-    d.act(Exit(reason))
+    d.act(Exit(reason, lost))
 
 
 # -- events of the agent ------------------------------------------------------------------------------------------------------------
@@ -702,7 +738,10 @@ def _connection_closed(d: _Draft, e: ConnectionClosed, _: None) -> None:
 def _ticked(d: _Draft, _e: Ticked, _: None) -> None:
     idle = d.state.idle_since
     if d.state.phase is Phase.SERVING and idle is not None and not d.state.trainers() and idle + d.state.idle_s <= d.now:
-        d.state.ending, d.state.phase = "idle", Phase.DRAINING
+        d.state.ending, d.state.phase, d.state.retry_at = "idle", Phase.DRAINING, None
+        d.bind_newest()
+    elif _ends_idle(d.state) and d.state.retry_at is not None and d.state.retry_at <= d.now:
+        d.state.retry_at = None
         d.bind_newest()
 
 
@@ -724,16 +763,18 @@ def _sealed(d: _Draft, e: Sealed, slab: SlabRow) -> None:
         d.fail(e, "ConflictError", f"attempt {e.attempt} has been superseded by a newer attempt of this run; step {e.step} is not kept",
                kind="old-attempt", hint="stop this trainer: another one has taken over the run")  # fmt: skip
         return
+    bound = e.bound or e.must
     for other in list(d.state.slabs.values()):
         if other.state is not SlabState.SEALED or other.superseded:
             continue
         pending = not other.durable and not other.failed
-        if pending and other.bound and not e.bound:
+        if pending and (other.must or (other.bound and not bound)):
             continue
         if pending:
             d.notify(other, "superseded")
         d.release(other)
-    d.change(slab, state=SlabState.SEALED, step=e.step, attempt=e.attempt, order=d.state.next_order, bound=e.bound, payload=e.payload)
+    d.change(slab, state=SlabState.SEALED, step=e.step, attempt=e.attempt, order=d.state.next_order, bound=bound, must=e.must,
+             payload=e.payload)  # fmt: skip
     d.state.next_order += 1
     d.act(Accept(e.conn, e.request))
     # Ahead of its need, so that the next save finds a slab with its pages in place.

@@ -16,8 +16,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TypeVar
 
-from typing_extensions import Self
-
 from everystep.store import Store
 
 __all__ = ["Buffers", "Transfer"]
@@ -45,7 +43,7 @@ class Transfer:
         self._budget_nbytes = budget_nbytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="everystep-transfer")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Transfer:  # noqa: PYI034 (typing.Self needs Python 3.11)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -140,7 +138,7 @@ class Buffers:
         self._sizes: dict[tuple[str, str], int] = {}
         self._closed = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Buffers:  # noqa: PYI034 (typing.Self needs Python 3.11)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

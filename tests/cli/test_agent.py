@@ -11,6 +11,8 @@ import textwrap
 import psutil
 import pytest
 
+from everystep.repository import Repository
+
 TRAINER = """
 import sys, torch, everystep
 model = torch.nn.Linear(64, 64)
@@ -108,6 +110,38 @@ def test_stop_with_force_loses_what_is_in_memory(everystep, training):
         psutil.Process(pid).wait(timeout=10)
     kill(process)
     assert everystep("ls", run, "--json").json["checkpoints"] == []
+
+
+@pytest.mark.leaves_agent
+@pytest.mark.parametrize("by", ["pid", "run_id", "path"])
+def test_stop_takes_what_ls_shows(everystep, training, by):
+    """An agent whose run was replaced by another one at its path is stopped by its process id, its run id, or that path."""
+    run, process = training
+    [agent] = everystep("agent", "ls", "--json").json["agents"]
+    kill(process)
+    run.rename(run.with_name("moved"))
+    if by == "path":
+        Repository.open(str(run), create=True)
+    target = run if by == "path" else agent[by]
+    stopped = everystep("agent", "stop", target, "--force", "--json")
+    assert (stopped.code, stopped.json["pid"], stopped.json["run"]) == (0, agent["pid"], str(run))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(agent["pid"]).wait(timeout=10)
+    assert everystep("agent", "ls", "--json").json["agents"] == []
+    missing = everystep("agent", "stop", target)
+    assert missing.code == 10
+    assert len(missing.stderr.splitlines()) == 1
+
+
+@pytest.mark.leaves_agent
+@pytest.mark.parametrize("words", [["verify"], ["verify", "3"], ["verify", "--all"], ["diff", "3", "latest"], ["pin", "3"]], ids=" ".join)
+def test_a_step_that_is_in_memory_only_is_called_so(everystep, training, words):
+    """Commands that need the disk say that the step is there, but in memory."""
+    run, _ = training
+    answer = everystep(words[0], run, *words[1:], "--json")
+    assert (answer.code, answer.json["error"]["kind"], answer.json["error"]["step"]) == (10, "memory-only", 3)
+    assert "step 3 is in memory only" in answer.stderr
+    assert "nothing has been committed" not in answer.stderr
 
 
 def test_agent_in_the_foreground_takes_a_run_and_ends_by_sigterm(everystep, shell, tmp_path):

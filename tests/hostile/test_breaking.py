@@ -310,9 +310,9 @@ def torn_save(checkpointer, step, full):
     stager = checkpointer._stager
     work = everystep.trainer.staging.Staging.work
 
-    def later(staging):
+    def later(staging, **how):
         go.wait()
-        work(staging)
+        work(staging, **how)
 
     everystep.trainer.staging.Staging.work = later
     try:
@@ -362,7 +362,7 @@ def test_sync_save_is_not_skipped(tmp_path):
 
 def test_clock_set_back(tmp_path, monkeypatch):
     """A cadence by time goes by a clock that nobody sets."""
-    with everystep.Checkpointer(tmp_path / "run", agent=False, cadence=everystep.Cadence(disk=5.0)) as checkpointer:
+    with everystep.Checkpointer(tmp_path / "run", agent=False, cadence=everystep.Cadence(disk="5s")) as checkpointer:
         checkpointer.save(1, state(1)).wait("disk")
         wall, ticks = time.time() - 7200, time.monotonic() + 6
         monkeypatch.setattr(time, "time", lambda: wall)

@@ -90,7 +90,8 @@ class Driver:
         slab = self.pick(self.of(p.SlabState.FILLING), number)
         if slab is not None:
             attempt = self.state.peers[slab.conn].attempt
-            self.feed(p.Sealed(conn=slab.conn, request=self.asked(), slab=slab.id, step=slab.step, attempt=attempt, bound=number % 3 == 0, room=700))
+            self.feed(p.Sealed(conn=slab.conn, request=self.asked(), slab=slab.id, step=slab.step, attempt=attempt, bound=number % 3 == 0,
+                               must=number in (1, 6), room=700))  # fmt: skip
 
     def give_back(self, number):
         slab = self.pick(self.of(p.SlabState.FILLING), number)
@@ -137,8 +138,10 @@ class Driver:
             self.feed(p.DrainAsked(conn=conn, request=self.asked(), timeout_s=20.0, exit=number == 7))
 
     def tick(self, number):
-        self.now += 3.0 * number
+        self.now += 3.0 * number if number < 7 else 9 * 3600.0
         self.feed(p.Ticked())
+        at = p.next_tick_at(self.state)
+        check(self.state.phase is p.Phase.ENDED or at is None or at > self.now, "the clock asks for what it has just been given")
 
     def signal(self, number):
         if number == 0:
@@ -157,6 +160,9 @@ class Driver:
             self.lose(0)
         while self.of(p.SlabState.PERSISTING):
             self.finish(0)
+        for slab in self.state.slabs.values():
+            if self.state.phase is not p.Phase.ENDED and slab.must and slab.attempt > self.state.beaten_attempt:
+                check(slab.durable or slab.failed, "one that must be is not on disk")
         newest = self.state.newest()
         if was_lost and newest.attempt > self.state.beaten_attempt:
             check(newest.durable, "the newest snapshot of a lost trainer is not on disk")
@@ -188,9 +194,15 @@ class Driver:
                 check(not after.undrained(), "drained, but something is due")
             if isinstance(action, p.Exit) and action.reason in ("asked", "the last trainer has ended"):
                 check(after.newest() is None or after.newest().durable, "ends before the newest is durable")
+            if isinstance(action, p.Exit) and action.reason == "idle":
+                kept = after.newest() is None or after.newest().durable or after.newest().attempt <= after.beaten_attempt
+                check(kept != bool(action.lost), "an idle end loses the newest and does not say so")
+                check(kept or self.now >= before.idle_since + before.idle_s + p.IDLE_GIVE_UP_S, "an idle end gives up too early")
             if getattr(action, "request", 0):
                 check(action.request not in self.answered, "answered twice")
                 self.answered.add(action.request)
+        if after.phase is p.Phase.DRAINING and after.ending == "idle" and not after.undrained() and p.next_tick_at(after) is None:
+            check(any(s.readers for s in after.slabs.values()), "an idle agent neither ends nor tries again")
         if persisting and not before.persisting():
             check(any(isinstance(a, p.StartPersist) for a in actions), "says that it persists and does not")
 
@@ -200,11 +212,13 @@ class Driver:
         if new is not None and new.order == old.order and p.is_snapshot(new):
             if old.bound and not new.bound:
                 raise Broken("a bound snapshot is bound no more")
+            check(new.must == old.must and (new.bound or not new.must), "what must be on disk is not bound to it")
             return
         check(old.state is not p.SlabState.PERSISTING or ends, "a slab that is being persisted is taken away")
         newer = [s for s in after.slabs.values() if p.is_snapshot(s) and s.order > old.order]
         settled = old.durable or old.failed or ends
         check(settled or newer, "a sealed snapshot is gone")
+        check(settled or not old.must, "one that must be on disk gave way")
         check(settled or not old.bound or any(s.bound for s in newer), "a bound snapshot gave way to one that is not")
         check(old.durable or isinstance(event, p.PersistFinished) or newer, "the newest snapshot is gone and not on disk")
 
@@ -248,6 +262,14 @@ def supersede_bound(d, e, slab):
     REAL_SEALED(d, e, slab)
 
 
+def supersede_must(d, e, slab):
+    for other in list(d.state.slabs.values()):
+        if other.state is p.SlabState.SEALED and other.must:
+            d.change(other, must=False, bound=False)
+            d.release(d.state.slabs[other.id])
+    REAL_SEALED(d, e, slab)
+
+
 def lease_newest(self, plan_id, nbytes):
     """As the design's first draft would have it: the only sealed slab is refilled while another persists."""
     found = REAL_SUITED(self, plan_id, nbytes)
@@ -271,9 +293,43 @@ MUTANTS = {
     "two persists": ("AgentState", "persisting", nothing_persists),
     "failure drops the snapshot": ((p.SlabState.PERSISTING, p.PersistFailed), None, always_release),
     "bound is superseded by any": ((p.SlabState.FILLING, p.Sealed), None, supersede_bound),
+    "must is superseded by any": ((p.SlabState.FILLING, p.Sealed), None, supersede_must),
     "the only sealed slab is refilled": ("_Draft", "suited", lease_newest),
     "the only slab is refilled before it is on disk": ("_Draft", "only_one", refill_undurable),
 }
+
+
+SAVES = st.lists(st.tuples(st.sampled_from(["plain", "bound", "must"]), st.booleans()), min_size=1, max_size=30)
+
+
+@hypothesis.given(SAVES, st.sampled_from([1, 2, 3]), st.booleans())
+def test_saves_that_wait_for_a_slab_get_one(saves, max_slabs, idle):
+    """However many must reach the disk, a lease that is refused finds a persist under way, and gets its slab after at most two more."""
+    state, _ = p.transition(p.AgentState(max_slabs=max_slabs), p.Connected(conn=1, role="trainer", pid=1), now=0.0)
+    state, _ = p.transition(
+        state, p.Configured(conn=1, attempt=1, newest_attempt=0, persist_when_idle=idle, budget=None, idle_s=50.0), now=0.0
+    )
+    told = {}
+
+    def feed(event):
+        nonlocal state
+        state, actions = p.transition(state, event, now=0.0)
+        told.update((action.step, action.what) for action in actions if isinstance(action, p.Notify))
+        return next((action.slab for action in actions if isinstance(action, p.Grant)), None)
+
+    for step, (kind, works) in enumerate(saves):
+        for _ in range(4):
+            slab = feed(p.LeaseAsked(conn=1, request=1, plan_id="a", nbytes=100, step=step, room=1000))
+            if slab is not None:
+                break
+            assert state.persisting() is not None, "refused, and nothing will change that"
+            ended = state.persisting().id
+            feed(p.PersistFinished(slab=ended) if works or max_slabs == 1 else p.PersistFailed(slab=ended, error="broken"))
+        assert slab is not None
+        feed(p.Sealed(conn=1, request=1, slab=slab, step=step, attempt=1, bound=kind != "plain", must=kind == "must", room=1000))
+    while state.persisting() is not None:
+        feed(p.PersistFinished(slab=state.persisting().id))
+    assert {told.get(step) for step, (kind, _) in enumerate(saves) if kind == "must"} <= {"committed", "failed"}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -10,14 +10,14 @@ from everystep.policy import Cadence, disk_bound, duration_s, is_due
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("250ms", 0.25), ("30s", 30.0), ("2min", 120.0), ("1h", 3600.0), ("1d", 86400.0), (" 1.5 min ", 90.0), (".5s", 0.5), (7, 7.0), (0.25, 0.25)],
+    [("250ms", 0.25), ("30s", 30.0), ("2min", 120.0), ("1h", 3600.0), ("1d", 86400.0), (" 1.5 min ", 90.0), (".5s", 0.5)],
 )
 def test_duration_is_read(text, seconds):
-    """Every documented unit, with and without a fraction and spaces, and plain numbers are seconds."""
+    """Every documented unit, with and without a fraction and spaces."""
     assert duration_s(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "s", "30", "30 sec", "-1s", "0s", "1e3s", "٣s", "nan", float("nan"), float("inf"), 0, -1.0, True, None, [1]])
+@pytest.mark.parametrize("text", ["", "s", "30", "30 sec", "-1s", "0s", "1e3s", "٣s", "nan", float("nan"), float("inf"), 0, -1.0, 7, 0.25, True, None, [1]])
 def test_what_is_no_duration_is_refused(text):
     """Anything else is a ConfigError that names the units."""
     with pytest.raises(ConfigError, match="250ms"):
@@ -30,6 +30,15 @@ def test_wrong_cadence_is_refused_at_once(arguments):
     """A cadence that makes no sense is a ConfigError when it is made, not at the first save."""
     with pytest.raises(ConfigError):
         Cadence(**arguments)
+
+
+@pytest.mark.parametrize(("number", "written"), [(30.0, '"30s"'), (0.5, '"0.5s"')])
+def test_float_is_neither_steps_nor_seconds(number, written):
+    """``disk=30`` is steps, so ``disk=30.0`` is refused, and the hint says how either is written."""
+    with pytest.raises(ConfigError, match="steps or seconds") as caught:
+        Cadence(disk=number)
+    assert written in caught.value.hint
+    assert "int" in caught.value.hint
 
 
 def test_cadence_cannot_be_changed():

@@ -707,3 +707,81 @@ def test_metrics_of_an_unknown_step(tmp_path: Path) -> None:
         checkpointer.save(1, {"w": torch.zeros(3)})
         with pytest.raises(everystep.NotFoundError, match="500"):
             checkpointer.record(500, {"loss": 1.0})
+
+
+def test_dropped_without_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpointer that is dropped lets its run go: a new one in the same process continues, from what was sealed last."""
+    import gc
+
+    trainee = Trainee()
+    with caplog.at_level(logging.WARNING, "everystep"):
+        checkpointer = everystep.Checkpointer(tmp_path / "run", cadence=everystep.Cadence(disk=False))
+        checkpointer.save(1, trainee.state).wait("memory")
+        threads = {thread.name for thread in threading.enumerate()}
+        del checkpointer
+        gc.collect()
+    assert any("without close" in record.getMessage() for record in caplog.records)
+    assert "everystep-staging" in threads
+    assert "everystep-staging" not in {thread.name for thread in threading.enumerate()}
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.restore(trainee.state) == 1
+        trainee.train()
+        checkpointer.save(2, trainee.state, sync=True)
+
+
+def test_a_bad_sector_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EIO while the newest checkpoint is read: the next older one is restored."""
+    from everystep.errors import TransientStoreError
+    from everystep.store.local import LocalStore
+
+    trainee = Trainee()
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, trainee.state, sync=True)
+            trainee.train()
+    real = LocalStore.read_into
+
+    def read_into(self: LocalStore, key: str, offset: int, view: memoryview) -> None:
+        if str(CheckpointKey(2, 1)) in key:
+            raise TransientStoreError("bad sector", errno=5, key=key)
+        real(self, key, offset, view)
+
+    monkeypatch.setattr(LocalStore, "read_into", read_into)
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.restore(trainee.state) == 1
+
+
+def test_a_missing_file_names_its_tensors_and_the_state_is_told_of(tmp_path: Path) -> None:
+    """F6: the error says which tensors are lost, and that the state must not be trained on."""
+    trainee = Trainee()
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        trainee.train()
+        checkpointer.save(1, trainee.state, sync=True)
+    [model] = [path for path in files_of(tmp_path / "run", 1) if path.name.startswith("optim")]
+    model.unlink()
+    lost = pytest.raises(everystep.CorruptionError, match=r"optim\.state\.model.*must not be trained on")
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer, lost:
+        checkpointer.restore(trainee.state)
+
+
+def test_an_owed_save_goes_to_the_disk_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step bound for the disk that finds no slab is made up for by the next one that does."""
+    from everystep.agent import messages
+    from everystep.agent.client import AgentClient
+
+    trainee = Trainee()
+    real = AgentClient.lease
+    with everystep.Checkpointer(tmp_path / "run", cadence=everystep.Cadence(disk=4), keep=everystep.Keep(last=None)) as checkpointer:
+        monkeypatch.setattr(AgentClient, "lease", lambda self, plan, step: messages.NoSlab(kind="busy", reason="test") if step == 4 else real(self, plan, step))
+        for step in range(1, 8):
+            checkpointer.save(step, trainee.state).wait(timeout_s=20)
+    assert sorted(key.step for key in Repository.open(str(tmp_path / "run")).keys()) == [5, 7]
+
+
+def test_load_of_nothing(tmp_path: Path) -> None:
+    """A pattern that matches nothing is an error in ``load`` as it is in ``restore``."""
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, Trainee().state, sync=True)
+    assert set(everystep.load(tmp_path / "run", include=["model.*"])) == {"model"}
+    with pytest.raises(everystep.LayoutError, match="modle"):
+        everystep.load(tmp_path / "run", include=["modle.*"])

@@ -40,10 +40,11 @@ class Agent:
         granted = [action.slab for action in self.actions if isinstance(action, p.Grant)]
         return granted[0] if granted else None
 
-    def save(self, step, *, bound=False, conn=TRAINER, attempt=1, room=BIG, plan="a", nbytes=100):
+    def save(self, step, *, bound=False, must=False, conn=TRAINER, attempt=1, room=BIG, plan="a", nbytes=100):
         slab = self.lease(step, conn, room=room, plan=plan, nbytes=nbytes)
         if slab is not None:
-            self.feed(p.Sealed(conn=conn, request=step, slab=slab, step=step, attempt=attempt, bound=bound, room=room, payload=f"step {step}"))
+            self.feed(p.Sealed(conn=conn, request=step, slab=slab, step=step, attempt=attempt, bound=bound, must=must, room=room,
+                               payload=f"step {step}"))  # fmt: skip
         return slab
 
     def steps(self):
@@ -126,6 +127,38 @@ def test_bound_is_superseded_only_by_bound():
     agent.save(3, bound=True)
     assert agent.one(p.Notify).what == "superseded"
     assert agent.steps() == [1, 3]
+
+
+def test_must_is_superseded_by_nothing():
+    """A snapshot that must reach the disk waits for it, whatever is sealed later, and is bound without being called so."""
+    for later in ({}, {"bound": True}, {"must": True}):
+        agent = Agent()
+        agent.trainer()
+        first = agent.save(1, bound=True)
+        second = agent.save(2, must=True)
+        agent.save(3, **later)
+        assert agent.steps() == [1, 2, 3]
+        assert agent.save(4, **later) is None
+        assert agent.one(p.Refuse).kind == "busy"
+        agent.feed(p.PersistFinished(slab=first))
+        assert agent.one(p.StartPersist).payload == "step 2"
+        assert agent.save(4, **later) == first
+        assert 2 in agent.steps()
+        agent.feed(p.PersistFinished(slab=second))
+        assert agent.one(p.Notify) == p.Notify(TRAINER, second, "committed", 2, 1, "step 2")
+        assert 2 not in agent.steps()
+
+
+def test_must_gives_way_when_it_has_failed():
+    """One that must reach the disk and cannot is told and let go when a newer one is there: the disk's failure does not stop the saves."""
+    agent = Agent()
+    agent.trainer()
+    slabs = [agent.save(step, must=True) for step in (1, 2, 3)]
+    assert agent.lease(4) is None
+    agent.feed(p.PersistFailed(slab=slabs[0], error="disk full"))
+    assert [(a.what, a.step) for a in agent.actions if isinstance(a, p.Notify)] == [("failed", 1)]
+    assert agent.steps() == [2, 3]
+    assert agent.lease(4) == slabs[0]
 
 
 def test_newest_is_taken_when_the_disk_is_idle():
@@ -280,6 +313,73 @@ def test_bye_without_drain_loses_nothing():
     assert agent.kinds() == ["StartPersist"]
     agent.feed(p.PersistFinished(slab=slab))
     assert agent.one(p.Exit).reason == "idle"
+
+
+def idle_with_a_broken_disk(idle_s):
+    """An agent whose trainer was lost and whose newest snapshot has failed twice: at the loss, and at the idle end."""
+    agent = Agent(idle_s=idle_s)
+    agent.trainer()
+    slab = agent.save(1)
+    agent.feed(p.ConnectionClosed(conn=TRAINER))
+    agent.feed(p.PersistFailed(slab=slab, error="disk full"))
+    agent.now = p.next_tick_at(agent.state)
+    agent.feed(p.Ticked())
+    assert agent.kinds() == ["StartPersist"]
+    agent.feed(p.PersistFailed(slab=slab, error="disk full"))
+    return agent, slab
+
+
+@pytest.mark.parametrize(("idle_s", "pause_s"), [(600.0, 600.0), (1.0, 60.0)])
+def test_idle_end_waits_for_the_disk(idle_s, pause_s):
+    """F54: an idle agent keeps a snapshot that cannot be persisted and tries again each ``idle_s``, at least 60 s apart; then it ends."""
+    agent, slab = idle_with_a_broken_disk(idle_s)
+    for number in range(1, 4):
+        assert agent.state.phase is p.Phase.DRAINING
+        assert agent.steps() == [1]
+        assert p.next_tick_at(agent.state) == pytest.approx(idle_s + number * pause_s)
+        agent.feed(p.Ticked())
+        assert agent.actions == ()  # not yet
+        agent.now = p.next_tick_at(agent.state)
+        agent.feed(p.Ticked())
+        assert agent.kinds() == ["StartPersist"]
+        if number < 3:
+            agent.feed(p.PersistFailed(slab=slab, error="disk full"))
+    agent.feed(p.PersistFinished(slab=slab))
+    assert agent.one(p.Exit) == p.Exit("idle")
+
+
+def test_idle_end_gives_up_after_a_day():
+    """After 24 hours of tries the idle agent ends, and says what is lost and why; not before."""
+    agent, slab = idle_with_a_broken_disk(7 * 3600.0)
+    while agent.state.phase is not p.Phase.ENDED:
+        agent.now = p.next_tick_at(agent.state)
+        agent.feed(p.Ticked())
+        agent.feed(p.PersistFailed(slab=slab, error="disk full"))
+    assert agent.now == (7 + 24) * 3600.0
+    ended = agent.one(p.Exit)
+    assert ended.reason == "idle"
+    assert ended.lost == "step 1 of attempt 1 is lost: it could not be persisted within 24 h after the last trainer's end: disk full"
+
+
+def test_idle_retries_are_called_off_by_a_trainer():
+    """A trainer that comes while the idle agent keeps trying finds the snapshot, and no try is due any more."""
+    agent, _ = idle_with_a_broken_disk(600.0)
+    agent.trainer(OTHER, attempt=2)
+    assert agent.state.phase is p.Phase.SERVING
+    assert agent.steps() == [1]
+    assert p.next_tick_at(agent.state) is None
+
+
+def test_idle_end_does_not_wait_for_a_beaten_attempt():
+    """A snapshot whose attempt has met a higher one can never be committed: the idle agent ends without a wait."""
+    agent = Agent(idle_s=600.0)
+    agent.trainer()
+    slab = agent.save(1, bound=True)
+    agent.feed(p.PersistFailed(slab=slab, error="attempt 2 exists", conflict=True))
+    agent.feed(p.ConnectionClosed(conn=TRAINER))
+    agent.now = p.next_tick_at(agent.state)
+    agent.feed(p.Ticked())
+    assert agent.one(p.Exit) == p.Exit("idle")
 
 
 def test_agent_of_its_own_stays():

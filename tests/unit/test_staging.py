@@ -283,3 +283,82 @@ def test_accelerator_contents_are_sampled_on_its_stream() -> None:
     bench.stager.idle()
     bench.stager.close()
     assert isinstance(bench.finished[0].error, TornSnapshotError)
+
+
+class Interrupted(BaseException):
+    """Stands for KeyboardInterrupt."""
+
+
+def test_an_interrupted_chunk_is_copied_by_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the fence in the middle of a chunk: the chunk does not count as copied, and the snapshot is whole in the end."""
+    from everystep.trainer import staging
+
+    main, real = threading.get_ident(), staging._strided
+    broken, taken = [], threading.Event()
+
+    def breaking(target: torch.Tensor, source: torch.Tensor) -> object:
+        run = real(target, source)
+
+        def chunk() -> None:
+            if threading.get_ident() == main and not broken:
+                broken.append(1)
+                raise Interrupted
+            if threading.get_ident() != main:
+                taken.set()
+                while not broken:  # leave the main thread something to take
+                    threading.Event().wait(0.001)
+            run()
+
+        return chunk
+
+    monkeypatch.setattr(staging, "_strided", breaking)
+    tensors = [torch.randn(64, 32).t() for _ in range(6)]
+    bench = Bench([leaf(str(index), tensor) for index, tensor in enumerate(tensors)])
+    bench.stage(1)
+    assert taken.wait(20)
+    with pytest.raises(Interrupted):
+        bench.stager.fence()
+    bench.stager.idle()
+    bench.stager.close()
+    assert broken
+    assert [one.error for one in bench.finished] == [None]
+    assert all(torch.equal(bench.staged(str(index)), tensor) for index, tensor in enumerate(tensors))
+
+
+def test_an_error_in_the_staging_thread_fails_the_save_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong in the thread: the snapshot fails, the fence opens, the next one works."""
+    from everystep.trainer import staging
+
+    weight = torch.randn(500, 100)
+    bench = Bench([leaf("w", weight)])
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.Staging, "settle", lambda _: (_ for _ in ()).throw(MemoryError("none")))
+        bench.stage(1)
+        bench.stager.idle()
+    assert "MemoryError" in str(bench.finished[0].error)
+    bench.stage(2)
+    bench.stager.fence()
+    bench.stager.idle()
+    bench.stager.close()
+    assert bench.finished[1].error is None
+    assert torch.equal(bench.staged("w"), weight)
+
+
+def test_memory_that_cannot_be_pinned_is_only_slower() -> None:
+    """A failed page lock is a notice, not the end of saving."""
+    from everystep.errors import CapacityError
+
+    class Unpinnable(FakeDevice):
+        def register(self, address: int, nbytes: int) -> None:
+            raise CapacityError("no", kind="pinned-memory")
+
+    device = Unpinnable()
+    bench = Bench([leaf("w", torch.randn(4, 4))], make_device=lambda _: device)
+    for step in (1, 2):
+        bench.stage(step)
+        bench.stager.fence()
+        device.go()
+        bench.stager.idle()
+    bench.stager.close()
+    assert [one.error for one in bench.finished] == [None, None]
+    assert len(bench.notices) == 1

@@ -18,7 +18,7 @@ def find_agents() -> list[Welcome]:
 
 
 def run_foreground(run_url: str, *, idle_s: float | None = 600.0) -> int:
-    """Be the agent of the run in this process until it ends by itself or by SIGTERM, after a drain; returns 0.
+    """Be the agent of the run in this process until it ends by itself or by a signal, after a drain; returns 0, or 130 after SIGINT.
 
     Args:
         run_url: The run's path; the run is made if it is not there.

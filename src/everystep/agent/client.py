@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import select
 import site
@@ -34,6 +35,11 @@ _Answer = TypeVar("_Answer", bound=messages.Message)
 _PROBE_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
 _DRAIN_EXTRA_S = 10.0
+_TAKE_S_PER_BYTE = 2.0 / (1 << 30)
+"""The agent hashes a snapshot before the first reader gets it: far slower than a busy machine does that."""
+_TAKE_UNKNOWN_S = 600.0
+_PREPARED = 64
+"""Plans that need no announcing; of more the oldest are announced again."""
 
 
 class Slab:
@@ -124,7 +130,8 @@ class AgentClient:
         self._lock = threading.Lock()
         self._waiters: dict[int, _Waiter] = {}
         self._mappings: dict[int, Mapping] = {}
-        self._prepared: set[str] = set()
+        self._prepared: dict[str, None] = {}
+        self._listed: dict[int, int] = {}
         self._welcome: messages.Welcome | None = None
         self._alive = True
         self._closing = False
@@ -222,7 +229,11 @@ class AgentClient:
     def prepare(self, plan: SavePlan) -> None:
         """Announce a plan; slabs are allocated and prefaulted in the background. CapacityError when not even one fits (numbers)."""
         done = self._ask(messages.Prepare(plan=plan), messages.Done)
-        self._prepared.add(plan.id)
+        with self._lock:
+            self._prepared.pop(plan.id, None)
+            self._prepared[plan.id] = None
+            if len(self._prepared) > _PREPARED:
+                del self._prepared[next(iter(self._prepared))]
         if done.note:
             _log.warning("%s", done.note)
 
@@ -259,11 +270,15 @@ class AgentClient:
             threading.Thread(target=mapping.populate, name="everystep-populate", daemon=True).start()
 
     def seal(self, slab: Slab, *, plan: SavePlan, step: int, attempt: int, saved_at: float, values: bytes, metrics: dict[str, float],
-             bound: bool, pin: bool, timings_s: dict[str, float]) -> None:  # fmt: skip
-        """The slab is complete: from now on it survives this process."""
+             bound: bool, pin: bool, timings_s: dict[str, float], must: bool = False) -> None:  # fmt: skip
+        """The slab is complete: from now on it survives this process.
+
+        ``bound``: it is to reach the disk unless a later bound one supersedes it. ``must``: it reaches the disk or the failure is told,
+        whatever is sealed later; for a sync, a pin, and steps that retention keeps.
+        """
         self._ask(messages.Seal(
             slab=slab.id, plan_id=plan.id, step=step, attempt=attempt, saved_at=saved_at, values=values, metrics=metrics, bound=bound,
-            pin=pin, timings_s=timings_s,
+            pin=pin, timings_s=timings_s, must=must,
         ), messages.Done)  # fmt: skip
 
     def give_back(self, slab: Slab) -> None:
@@ -276,16 +291,23 @@ class AgentClient:
 
     def snapshots(self) -> list[messages.SnapshotSummary]:
         """Sealed snapshots in memory, newest sealed first."""
-        return list(self._ask(messages.ListSnapshots(), messages.Snapshots).snapshots)
+        found = self._ask(messages.ListSnapshots(), messages.Snapshots).snapshots
+        self._listed = {one.slab: one.nbytes for one in found}
+        return list(found)
 
     @contextlib.contextmanager
     def take(self, slab: int) -> Iterator[TakenSnapshot]:
-        """Hold a snapshot. CorruptionError when its digests cannot be trusted; NotFoundError when it is gone."""
+        """Hold a snapshot. CorruptionError when its digests cannot be trusted; NotFoundError when it is gone.
+
+        The time-out grows with the snapshot, which may have to be hashed first.
+        """
+        nbytes = self._listed.get(slab)
+        timeout_s = self._timeout_s + (_TAKE_UNKNOWN_S if nbytes is None else nbytes * _TAKE_S_PER_BYTE)
         try:
-            answer, fd = self._request(messages.TakeSnapshot(slab=slab))
-        except BaseException:
-            with contextlib.suppress(OSError):  # perhaps it is held for us all the same: an answer may still be under way
-                self._channel.send(messages.ReleaseSnapshot(id=next(self._ids), slab=slab))
+            answer, fd = self._request(messages.TakeSnapshot(slab=slab), timeout_s=timeout_s)
+        except BaseException as error:
+            if not isinstance(error, CheckpointError) or error.kind == "timeout":  # no answer yet: it may be held for us all the same
+                self._let_go(slab)
             raise
         try:
             if not isinstance(answer, messages.SnapshotTaken):
@@ -297,6 +319,7 @@ class AgentClient:
         except BaseException:
             if fd is not None:
                 os.close(fd)
+            self._let_go(slab)
             raise
         taken = TakenSnapshot(manifest, answer.file_offsets, fd, answer.slab_nbytes)
         try:
@@ -305,6 +328,11 @@ class AgentClient:
             taken.close()
             with contextlib.suppress(AgentError):  # a dead agent holds nothing any more
                 self._ask(messages.ReleaseSnapshot(slab=slab), messages.Done)
+
+    def _let_go(self, slab: int) -> None:
+        """End a hold without waiting for the answer."""
+        with contextlib.suppress(OSError):  # a dead agent holds nothing any more
+            self._channel.send(messages.ReleaseSnapshot(id=next(self._ids), slab=slab))
 
     def drain(self, *, timeout_s: float, exit: bool = False) -> messages.Drained:
         """Wait until everything sealed that should be durable is."""
@@ -336,7 +364,7 @@ class AgentClient:
         self._channel.shut()
         if ending is not None:
             # It still records its statistics: the caller may want to move or delete the run's folder next.
-            select.select([ending], [], [], _END_TIMEOUT_S)
+            _readable(ending, _END_TIMEOUT_S)
             os.close(ending)
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=self._timeout_s)
@@ -554,6 +582,7 @@ def _serve_here(
                 place.socket.unlink()
             if _held.pop(lock, None) is not None:
                 listener.close()
+                place.clear(log=False)
                 os.close(lock)
         server.close()
 
@@ -599,7 +628,9 @@ def _start(place: Place, run_url: str, run_id: str, idle_s: float, *, until: flo
         if writing >= 0:
             os.close(writing)
     if said is None or (not said and status):
-        tail = place.log.read_bytes()[-500:].decode(errors="replace").strip().splitlines()
+        tail: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # an agent that ended has removed it
+            tail = place.log.read_bytes()[-500:].decode(errors="replace").strip().splitlines()
         why = tail[-1] if tail and said is not None else "it did not say that it listens in time"
         raise AgentError(f"the agent of run {run_url!r} did not start: {why}", key=run_url, kind="no-agent",
                          hint=f"see {place.log}, or pass agent=False")  # fmt: skip
@@ -614,14 +645,20 @@ def _said(fd: int, until: float) -> bytes | None:
 
     said = b""
     while said != READY:
-        ready, _, _ = select.select([fd], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
+        if not _readable(fd, until - time.monotonic()):
             return None
         data = os.read(fd, 1 << 16)
         if not data:
             break
         said += data
     return said
+
+
+def _readable(fd: int, timeout_s: float) -> bool:
+    """Wait until ``fd`` can be read or has ended. A trainer may have thousands of files open, which ``select`` cannot wait for."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(math.ceil(max(0.0, timeout_s) * 1000)))
 
 
 class _log_file:  # noqa: N801 - used as a function

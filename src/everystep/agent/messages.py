@@ -147,7 +147,10 @@ class GiveBack(Message, frozen=True, kw_only=True):
 
 
 class Seal(Message, frozen=True, kw_only=True):
-    """The slab is complete. ``bound``: it must reach the disk (not superseded by newer ones). Answer: Done (it is the newest in memory)."""
+    """The slab is complete. ``bound``: it is to reach the disk unless a later bound one supersedes it; ``must``: whatever comes later.
+
+    A pinned one is a ``must``. Answer: Done (it is the newest in memory).
+    """
 
     slab: int
     plan_id: str
@@ -159,6 +162,7 @@ class Seal(Message, frozen=True, kw_only=True):
     bound: bool
     pin: bool
     timings_s: dict[str, float]
+    must: bool = False
 
 
 class RecordMetrics(Message, frozen=True, kw_only=True):

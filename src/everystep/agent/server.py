@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar
 
 from everystep import __version__, protocol
@@ -34,8 +34,9 @@ RENEW_S = 30.0
 ALIVE_TTL_S = 120.0
 SIGNAL_GRACE_S = 120.0
 _HELLO_TIMEOUT_S = 10.0
-_PLANS = 64
-"""Plans remembered, the ones in use apart."""
+_TIMER_PAUSE_S = 1.0
+_PLANS, _PLANS_NBYTES = 64, 64 << 20
+"""Plans remembered, the ones in use apart: how many, and their bytes in memory."""
 _FROZEN = (messages.ListSnapshots, messages.TakeSnapshot, messages.ReleaseSnapshot, messages.Drain, messages.Stop, messages.Bye)
 
 
@@ -126,7 +127,12 @@ class AgentServer:
         self._ticking = 0
         self._persists: queue.SimpleQueue[tuple[int, Snapshot] | None] = queue.SimpleQueue()
         self._prefaults: queue.SimpleQueue[SlabMemory | None] = queue.SimpleQueue()
+        # A reader's hashing and a slow store must not keep the attempt's lease from being renewed: a thread each.
         self._chores = ThreadPoolExecutor(1, thread_name_prefix="everystep-chores")
+        self._hashes = ThreadPoolExecutor(1, thread_name_prefix="everystep-readers")
+        self._renewals = ThreadPoolExecutor(1, thread_name_prefix="everystep-renew")
+        self._renewal: Future[None] | None = None
+        self._renew_at = clock() + RENEW_S
         self._recorded = 0
         self._threads = {
             name: threading.Thread(target=target, name=f"everystep-{name}", daemon=True)
@@ -144,7 +150,13 @@ class AgentServer:
             connection = _Connection(number, channel)
             self._connections[number] = connection
         thread = threading.Thread(target=self._serve, args=(connection,), name=f"everystep-serve-{number}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            with self._lock:
+                del self._connections[number]
+            connection.close()
+            raise
         return thread
 
     def signal(self) -> None:
@@ -174,7 +186,8 @@ class AgentServer:
             self._ticks.notify_all()
         self._prefaults.put(None)
         self._record_stats()
-        self._chores.shutdown(wait=not forced, cancel_futures=True)
+        for pool in (self._chores, self._hashes, self._renewals):
+            pool.shutdown(wait=not forced, cancel_futures=True)
         with self._lock:
             connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
@@ -261,7 +274,7 @@ class AgentServer:
             if accepted:
                 self._keep = keep
         if accepted:
-            self._chore(self._renew)
+            self._renewal = self._aside(self._renewals, self._renew)
 
     def _prepare(self, connection: _Connection, message: messages.Prepare) -> None:
         check_plan(message.plan)
@@ -269,8 +282,11 @@ class AgentServer:
             self._plans.pop(message.plan.id, None)
             self._plans[message.plan.id] = message.plan
             used = {slab.plan_id for slab in self._state.slabs.values()}
-            for old in [plan_id for plan_id in self._plans if plan_id not in used][:-_PLANS]:
-                del self._plans[old]
+            kept_nbytes = 0
+            for number, unused in enumerate([plan for plan_id, plan in reversed(self._plans.items()) if plan_id not in used]):
+                kept_nbytes += _plan_nbytes(unused)
+                if unused.id != message.plan.id and (number >= _PLANS or kept_nbytes > _PLANS_NBYTES):
+                    del self._plans[unused.id]
             room = self._free_memory()
             self._feed(protocol.PlanAnnounced(
                 conn=connection.number, request=message.id, plan_id=message.plan.id, nbytes=message.plan.nbytes, room=room.nbytes,
@@ -300,7 +316,7 @@ class AgentServer:
             before = self._state.next_order
             self._feed(protocol.Sealed(
                 conn=connection.number, request=message.id, slab=message.slab, step=message.step, attempt=message.attempt,
-                bound=message.bound or message.pin, payload=snapshot, room=0 if full else self._free_memory().nbytes,
+                bound=message.bound, must=message.must or message.pin, payload=snapshot, room=0 if full else self._free_memory().nbytes,
             ))  # fmt: skip
             sealed = self._state.next_order > before
         if sealed and snapshot is not None:
@@ -336,7 +352,7 @@ class AgentServer:
             except CheckpointError as error:
                 connection.send(_failed(error, message.id))
 
-        self._chore(record)
+        self._aside(self._chores, record)
 
     def _ask_stats(self, connection: _Connection, message: messages.AskStats) -> None:
         connection.send(messages.Stats(id=message.id, json=self.stats.encode()))
@@ -361,13 +377,19 @@ class AgentServer:
 
     # -- the protocol -----------------------------------------------------------------------------------------------------------------
     def _feed(self, event: protocol.Happened) -> None:
+        failed: Exception | None = None
         with self._lock:
             self._state, actions = protocol.transition(self._state, event, now=self._clock())
             for action in actions:
-                self._actions[type(action)](self, action)
+                try:
+                    self._actions[type(action)](self, action)
+                except Exception as error:  # the state has changed: an action left out would be missed for ever
+                    failed = failed or error
         with self._ticks:
             self._ticking += 1
             self._ticks.notify_all()
+        if failed is not None:
+            raise failed
 
     def _tell(self, conn: int, message: messages.Message, fd: int | None = None) -> None:
         connection = self._connections.get(conn)
@@ -440,20 +462,25 @@ class AgentServer:
 
     def _do_give_snapshot(self, action: protocol.GiveSnapshot) -> None:
         memory = self._memory[action.slab]
-        self._chore(lambda: self._give_snapshot(action, memory, action.payload))
+        self._aside(self._hashes, lambda: self._give_snapshot(action, memory, action.payload))
 
     def _give_snapshot(self, action: protocol.GiveSnapshot, memory: SlabMemory, snapshot: Snapshot) -> None:
         try:
             manifest = snapshot.manifest({file.name: file.name for file in snapshot.plan.files})
-        except CheckpointError as error:
-            self._feed(protocol.SnapshotReleased(conn=action.conn, slab=action.slab))
+            begins = {file.name: file.slab_offset for file in snapshot.plan.files}
+            answer = messages.SnapshotTaken(id=action.request, manifest=encode("manifest", manifest), slab_nbytes=memory.nbytes,
+                                            file_offsets=tuple(begins[stored.key] for stored in manifest.objects))  # fmt: skip
+            with memory.readable_fd() as readable:
+                fd = os.dup(readable)
+        except Exception as error:  # whatever it is, the reader is told, and the slab is not held for it any more
+            if not isinstance(error, (CheckpointError, OSError)):
+                self.unexpected(f"giving {snapshot.key} to a reader", error)
             self._tell(action.conn, _failed(error, action.request))
+            with self._lock:
+                if action.conn in self._state.peers:
+                    self._feed(protocol.SnapshotReleased(conn=action.conn, slab=action.slab))
             return
-        begins = {file.name: file.slab_offset for file in snapshot.plan.files}
-        answer = messages.SnapshotTaken(id=action.request, manifest=encode("manifest", manifest), slab_nbytes=memory.nbytes,
-                                        file_offsets=tuple(begins[stored.key] for stored in manifest.objects))  # fmt: skip
-        with memory.readable_fd() as fd:
-            self._tell(action.conn, answer, os.dup(fd))
+        self._tell(action.conn, answer, fd)
 
     def _do_answer_drain(self, action: protocol.AnswerDrain) -> None:
         self._tell(action.conn, messages.Drained(
@@ -461,6 +488,8 @@ class AgentServer:
         ))  # fmt: skip
 
     def _do_exit(self, action: protocol.Exit) -> None:
+        if action.lost:
+            _log.error("%s", action.lost)
         _log.info("the agent ends: %s", action.reason)
         self.end_reason = action.reason
         self._ended.set()
@@ -468,20 +497,34 @@ class AgentServer:
             call()
 
     # -- threads --------------------------------------------------------------------------------------------------------------------------
+    def unexpected(self, doing: str, error: BaseException) -> None:
+        """Log and count an error that nobody foresaw, at the top of a thread that has to go on."""
+        self.stats.count("unexpected_errors")
+        _log.error("unexpected error while %s: %s: %s", doing, type(error).__name__, error, exc_info=error)
+
     def _run_persists(self) -> None:
         while (item := self._persists.get()) is not None:
             slab, snapshot = item
             try:
-                timings = persist(self.repository, snapshot)
-            except Exception as error:  # the agent's top: whatever it is, the trainer is told, and the slab stays
-                if not isinstance(error, (CheckpointError, OSError)):
-                    _log.exception("persisting %s", snapshot.key)
-                self._not_persisted(slab, snapshot, error)
-                continue
-            self._persisted(slab, snapshot, timings)
+                self._persist(slab, snapshot)
+            except Exception as error:  # the agent's top: what comes after the commit must not end the commits to come
+                self.unexpected(f"tidying up after {snapshot.key}", error)
+
+    def _persist(self, slab: int, snapshot: Snapshot) -> None:
+        try:
+            timings = persist(self.repository, snapshot)
+        except Exception as error:  # whatever it is, the trainer is told, and the slab stays
+            if not isinstance(error, (CheckpointError, OSError)):
+                self.unexpected(f"persisting {snapshot.key}", error)
+            self._not_persisted(slab, snapshot, error)
+            return
+        seal_conn = self._persisted(slab, snapshot, timings)
+        self._forget_unkept(seal_conn)
+        if self._swept_for != snapshot.key.attempt:
+            self._swept_for = snapshot.key.attempt
+            sweep_leftovers(self.repository, snapshot.key.attempt, self.stats)
 
     def _not_persisted(self, slab: int, snapshot: Snapshot, error: Exception) -> None:
-        _log.error("step %d of attempt %d is not saved to disk: %s", snapshot.key.step, snapshot.key.attempt, error)
         self.stats.count("failed")
         with self._lock:
             failed = _failed(error, 0, step=snapshot.key.step)
@@ -489,25 +532,35 @@ class AgentServer:
             if conflict:  # it is told to the others of this attempt too
                 self._errors.update(dict.fromkeys(self._state.slabs, failed))
             self._errors[slab] = failed
-            self._feed(protocol.PersistFailed(slab=slab, error=str(error), conflict=conflict))
+            try:
+                self._feed(protocol.PersistFailed(slab=slab, error=str(error), conflict=conflict))
+            finally:
+                self._errors.clear()  # everybody has been told
+                _log.error("step %d of attempt %d is not saved to disk: %s", snapshot.key.step, snapshot.key.attempt, error)
 
-    def _persisted(self, slab: int, snapshot: Snapshot, timings: dict[str, float]) -> None:
-        _log.info("step %d of attempt %d saved to disk in %.3f s", snapshot.key.step, snapshot.key.attempt, timings["total"])
+    def _persisted(self, slab: int, snapshot: Snapshot, timings: dict[str, float]) -> int:
+        """It is on disk: say so. Returns the connection that sealed it."""
         self.stats.observe(timings)
         self.stats.count("bytes_committed", snapshot.nbytes)
         with self._lock:
             snapshot.settled = True
-            late, keep, seal_conn = dict(snapshot.late_metrics), self._keep, self._state.slabs[slab].conn
+            late, seal_conn = dict(snapshot.late_metrics), self._state.slabs[slab].conn
             self._timings[slab] = timings
-            self._feed(protocol.PersistFinished(slab=slab))
+            try:
+                self._feed(protocol.PersistFinished(slab=slab))
+            finally:
+                del self._timings[slab]
         if late:
-            self._chore(lambda: self._record_late(snapshot.key, late))
+            self._aside(self._chores, lambda: self._record_late(snapshot.key, late))
+        _log.info("step %d of attempt %d saved to disk in %.3f s", snapshot.key.step, snapshot.key.attempt, timings["total"])
+        return seal_conn
+
+    def _forget_unkept(self, seal_conn: int) -> None:
+        with self._lock:
+            keep = self._keep
         for key in forget_unkept(self.repository, keep, self.stats):
             with self._lock:
                 self._tell(seal_conn, messages.Event(what="forgotten", step=key.step, attempt=key.attempt))
-        if self._swept_for != snapshot.key.attempt:
-            self._swept_for = snapshot.key.attempt
-            sweep_leftovers(self.repository, snapshot.key.attempt, self.stats)
 
     def _record_late(self, key: CheckpointKey, metrics: dict[str, float]) -> None:
         try:
@@ -520,38 +573,50 @@ class AgentServer:
         with contextlib.suppress(OSError):  # a courtesy to the training's threads, where the kernel lets us
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while (memory := self._prefaults.get()) is not None:
-            memory.mapping.populate()
+            try:
+                memory.mapping.populate()
+            except Exception as error:  # pages come as they are touched, then
+                self.unexpected("putting a slab's pages in place", error)
 
     def _run_timer(self) -> None:
-        renew_at = self._clock() + RENEW_S
         seen = -1
         while not self._ended.is_set():
-            now = self._clock()
-            with self._lock:
-                tick_at = protocol.next_tick_at(self._state)
-                at_work = bool(self._state.trainers()) or self._state.undrained()
-            if tick_at is not None and tick_at <= now:
-                self._feed(protocol.Ticked())
-            if renew_at <= now:
-                renew_at = now + RENEW_S
-                if at_work:
-                    self._chore(self._renew)
-                self._chore(self._record_stats)
-            with self._ticks:
-                if self._ticking == seen:
-                    wake_at = min(renew_at, tick_at if tick_at is not None and tick_at > now else renew_at)
-                    self._ticks.wait(max(0.0, wake_at - now))
-                seen = self._ticking
+            try:
+                seen = self._tick(seen)
+            except Exception as error:  # without this thread no time-out ever passes
+                self.unexpected("keeping time", error)
+                self._ended.wait(_TIMER_PAUSE_S)  # what fails at once and always must not fill the log
 
-    def _chore(self, job: Callable[[], None]) -> None:
+    def _tick(self, seen: int) -> int:
+        """Do what is due, then wait until something may be; returns the count of events seen."""
+        now = self._clock()
+        with self._lock:
+            tick_at = protocol.next_tick_at(self._state)
+            at_work = bool(self._state.trainers()) or self._state.undrained()
+        if self._renew_at <= now:
+            self._renew_at = now + RENEW_S
+            if at_work and (self._renewal is None or self._renewal.done()):  # behind one that hangs they would pile up
+                self._renewal = self._aside(self._renewals, self._renew)
+            self._aside(self._chores, self._record_stats)
+        if tick_at is not None and tick_at <= now:
+            self._feed(protocol.Ticked())
+        with self._ticks:
+            if self._ticking == seen:
+                wake_at = min(self._renew_at, tick_at if tick_at is not None and tick_at > now else self._renew_at)
+                self._ticks.wait(max(0.0, wake_at - now))
+            return self._ticking
+
+    def _aside(self, pool: ThreadPoolExecutor, job: Callable[[], None]) -> Future[None] | None:
         def run() -> None:
             try:
                 job()
-            except Exception:  # the agent's top: a chore tells its own errors; what comes here is a mistake of ours
-                _log.exception("in the background")
+            except Exception as error:  # the thread's top: a job tells its own errors; what comes here is a mistake of ours
+                self.unexpected("working in the background", error)
 
-        with contextlib.suppress(RuntimeError):  # the agent is closing: nobody waits for it any more
-            self._chores.submit(run)
+        try:
+            return pool.submit(run)
+        except RuntimeError:  # the agent is closing: nobody waits for it any more
+            return None
 
     def _renew(self) -> None:
         attempt = self._state.newest_attempt
@@ -592,6 +657,10 @@ class AgentServer:
         protocol.Exit: _do_exit,
     }  # fmt: skip
 
+
+def _plan_nbytes(plan: SavePlan) -> int:
+    """About what a plan takes in memory: its headers, and some hundred bytes for each tensor and placement."""
+    return sum(len(file.header) for file in plan.files) + 500 * (len(plan.tensors) + len(plan.placements) + len(plan.aliases))
 
 
 def _failed(error: BaseException, request: int, *, step: int | None = None) -> messages.Failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -27,6 +28,9 @@ _log = logging.getLogger(__name__)
 READY = b"ready"
 INTERRUPTED = 130
 _LOCK_WAIT_S = 5.0
+_CLOSED = (errno.EBADF, errno.EINVAL)
+"""What ``accept`` says of a listener that has been closed or shut down."""
+_ACCEPT_PAUSE_S, _ACCEPT_PAUSE_MAX_S = 0.02, 2.0
 
 
 def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = True, *, ready_fd: int | None = None) -> int:
@@ -102,11 +106,25 @@ def _take_lock(place: Place) -> int | None:
 
 
 def accept(listener: socket.socket, server: AgentServer) -> None:
-    """Take connections until the listener is closed."""
-    with contextlib.suppress(OSError):  # closed: the agent ends
-        while True:
+    """Take connections until the listener is closed. What else goes wrong (no descriptors left, a peer that gave up) passes."""
+    pause_s = _ACCEPT_PAUSE_S
+    while True:
+        try:
             sock, _ = listener.accept()
-            server.adopt(Channel(sock))
+            try:
+                server.adopt(Channel(sock))
+            except BaseException:
+                sock.close()
+                raise
+        except Exception as error:  # the thread's top: without it nobody finds the agent, while its lock keeps others away
+            if listener.fileno() < 0 or (isinstance(error, OSError) and error.errno in _CLOSED):
+                return
+            server.unexpected("taking connections", error)
+            if server.wait_closed(pause_s):
+                return
+            pause_s = min(_ACCEPT_PAUSE_MAX_S, 2 * pause_s)
+        else:
+            pause_s = _ACCEPT_PAUSE_S
 
 
 def _log_to_stderr(*, bounded: bool) -> _Stream:

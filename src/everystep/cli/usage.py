@@ -5,8 +5,9 @@ typer brings click in some versions and a copy of it in others, so that what is 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
@@ -58,6 +59,24 @@ class Group(TyperGroup):
         except (typer.Abort, KeyboardInterrupt):
             code = interrupted()
         sys.exit(code or 0)
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        """As in click; Ctrl-C is Abort, of which typer does not make an exit code by itself."""
+        with _aborting():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        """As in click; Ctrl-C is Abort."""
+        with _aborting():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _aborting() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Abort from None
 
 
 def interrupted() -> int:

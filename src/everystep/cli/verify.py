@@ -21,7 +21,7 @@ class Checked:
     nbytes: int
     """Bytes read."""
     data_nbytes: int
-    """Of them, bytes of data files: what ``ls`` and ``show`` call the size. The rest is the manifest."""
+    """Of them, bytes of data files: what ``ls`` and ``show`` call the size. The rest is the manifest and its parts."""
     bad: tuple[tuple[str, str], ...]
     """(object key, what is wrong with it)."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
@@ -99,6 +100,47 @@ class References(msgspec.Struct, frozen=True):
     """The one field of a manifest that a deletion needs: a tenth of the time of reading it all."""
 
     objects: list[ObjectKey]
+
+
+class KnownReferences:
+    """What manifests refer to outside of their own checkpoint's folder, remembered: a manifest never changes, and few refer to others.
+
+    A manifest is told by its key and its size, as a listing has them. Bounded: beyond the bound a manifest is read each time again.
+    Thread-safe.
+    """
+
+    BOUND = 1 << 17
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[CheckpointKey, tuple[int, frozenset[str]]] = {}
+        self._weight = 0
+
+    def get(self, key: CheckpointKey, nbytes: int) -> frozenset[str] | None:
+        """The object keys, or None when nothing is known of this manifest."""
+        with self._lock:
+            size, found = self._known.get(key, (-1, None))
+            return found if size == nbytes else None
+
+    def put(self, key: CheckpointKey, nbytes: int, objects: Iterable[str]) -> frozenset[str]:
+        """Remember; returns those of the objects that are another checkpoint's."""
+        found = frozenset(name for name in objects if not name.startswith(f"data/{key}/"))
+        with self._lock:
+            self._drop(key)
+            if self._weight + 1 + len(found) <= self.BOUND:
+                self._known[key] = nbytes, found
+                self._weight += 1 + len(found)
+        return found
+
+    def keep(self, keys: Container[CheckpointKey]) -> None:
+        """Drop what is known of others."""
+        with self._lock:
+            for key in [key for key in self._known if key not in keys]:
+                self._drop(key)
+
+    def _drop(self, key: CheckpointKey) -> None:
+        known = self._known.pop(key, None)
+        self._weight -= 1 + len(known[1]) if known else 0
 
 
 def age(key: CheckpointKey) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import secrets
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from everystep.repository.records import (
     AliveRecord,
     Attempt,
     CheckpointKey,
+    KnownReferences,
     MetricsRecord,
     References,
     RunRecord,
@@ -36,17 +38,21 @@ from everystep.repository.verifying import verify_objects, verify_parts
 from everystep.store import Store, open_store
 
 _log = logging.getLogger(__name__)
-_ATTEMPT = re.compile(r"([0-9]{6,})\.(claim|json)")
+_NUMBER = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})(\.claim|\.json)")
+_HOLD = re.compile(r"holds/([^/]+)/([0-9]{13,})-[0-9a-f]+\.json")
 _RECORDS = ("pins/", "verified/", "metrics/")
+_MERGING = threading.Lock()
+"""Metrics are read, changed and written back: the threads of one process do that one after the other."""
 _TEMPORARY_AGE_S = 3600.0
 
 
 class Repository:
-    """A run on one store. Cheap to make; holds no connection and no cache that can be wrong."""
+    """A run on one store. Cheap to make; holds no connection, and remembers only what never changes. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._run_id = ""
+        self._known = KnownReferences()
 
     # -- the run ---------------------------------------------------------------------------------
     @classmethod
@@ -115,8 +121,9 @@ class Repository:
             attempt=number, parent_attempt=parent.attempt if parent else None, parent_step=parent.step if parent else None,
             started_at=now, world=world, nodes=nodes, versions=versions or {},
         )  # fmt: skip
-        if not self.store.create(f"attempts/{number:06d}.json", encode("attempt", attempt)):
-            name = f"attempts/{number:06d}.json"
+        name, data = f"attempts/{number:06d}.json", encode("attempt", attempt)
+        # It may be ours: a mount that did not answer in time has perhaps done what was asked before it was asked again.
+        if not self.store.create(name, data) and self.store.get(name) != data:
             raise ConflictError(f"attempt {number} of {self.store.url!r} is recorded already", key=name, kind="attempt")
         return attempt
 
@@ -147,8 +154,10 @@ class Repository:
             return True  # when in doubt nothing is swept
 
     def _claims(self) -> set[int]:
-        names = [*self.store.folders("attempts/"), *self._names("attempts/", "")]
-        return {int(found[1]) for found in map(_ATTEMPT.fullmatch, names) if found}
+        """Numbers of claims (folders) and of records (files)."""
+        folders = [name for name in self.store.folders("attempts/") if name.endswith(".claim")]
+        names = [*folders, *self._names("attempts/", ".json")]
+        return {int(found[1]) for found in map(_NUMBER.fullmatch, names) if found}
 
     def _read_attempts(self) -> tuple[dict[int, Attempt], list[Skipped]]:
         found: dict[int, Attempt] = {}
@@ -309,6 +318,7 @@ class Repository:
             # We slept between the first look and the creation, and a newer attempt's sweep took the data; its tombstone may be gone too.
             self.store.delete(name)
             raise self._was_forgotten(key)
+        self._known.put(key, len(data), (stored.key for stored in manifest.objects))
 
     def _refuse_elsewhere(self) -> None:
         """Nothing is written where this run is no longer: moved or deleted under its writer, perhaps with another run in its place."""
@@ -362,18 +372,48 @@ class Repository:
 
     # -- small records ------------------------------------------------------------------------------------
     def record_metrics(self, key: CheckpointKey, metrics: dict[str, float]) -> None:
-        """Metrics that come after the commit."""
+        """Metrics that come after the commit.
+
+        Raises:
+            NotFoundError: There is no such checkpoint (``kind`` "no-checkpoint"); nothing is recorded then.
+            ConfigError: Its metrics are recorded in a newer format.
+        """
+        self._refuse_missing(key)
         self._merge_metrics(key, metrics, newer=True)
+        try:
+            self._refuse_missing(key)
+        except NotFoundError:  # forgotten between the first look and the writing: the one who forgets may have come by already
+            self.store.delete(f"metrics/{key}.json")
+            raise
+
+    def _refuse_missing(self, key: CheckpointKey) -> None:
+        if key not in self._keys("manifests/") or key in self._keys("forgotten/"):
+            raise NotFoundError(
+                f"no checkpoint of step {key.step} of attempt {key.attempt} in {self.store.url!r}", step=key.step, key=manifest_key(key),
+                kind="no-checkpoint", hint="it is forgotten, or was never saved to disk; see: everystep ls",
+            )  # fmt: skip
 
     def _merge_metrics(self, key: CheckpointKey, metrics: Mapping[str, float], *, newer: bool) -> None:
+        with _MERGING:
+            known, damaged = self._metrics_to_merge(key)
+            merged = {**known, **metrics} if newer else {**metrics, **known}
+            data = encode("metrics", MetricsRecord(*split_metrics(merged)))
+            if damaged or not known or data != encode("metrics", MetricsRecord(*split_metrics(known))):
+                self.store.replace(f"metrics/{key}.json", data)
+
+    def _metrics_to_merge(self, key: CheckpointKey) -> tuple[dict[str, float], bool]:
+        """What is recorded; of a damaged record what the manifest has of it, and True."""
+        if f"{key}.json" not in self._names("metrics/", ".json"):
+            return {}, False
         try:
-            known = self._read_metrics(key) if f"{key}.json" in self._names("metrics/", ".json") else {}
-        except UNREADABLE:
+            return self._read_metrics(key), False
+        except CorruptionError as error:
             known = {}
-        merged = {**known, **metrics} if newer else {**metrics, **known}
-        data = encode("metrics", MetricsRecord(*split_metrics(merged)))
-        if not known or data != encode("metrics", MetricsRecord(*split_metrics(known))):
-            self.store.replace(f"metrics/{key}.json", data)
+            with contextlib.suppress(NotFoundError, CorruptionError):
+                known = dict(self.manifest(key).metrics)
+            _log.warning("%s: what was recorded after the save of step %d (attempt %d) is lost; its record is made again from %s",
+                         error.message, key.step, key.attempt, "the manifest" if known else "what comes now")  # fmt: skip
+            return known, True
 
     def record_verified(self, key: CheckpointKey, *, good: bool, detail: str, now: float) -> None:
         """The result of a verification."""
@@ -426,13 +466,15 @@ class Repository:
         return key in self._held(now=now, prefix=f"holds/{key}/")
 
     def _held(self, *, now: float, prefix: str = "holds/") -> set[CheckpointKey]:
-        return {key for _, key, until in self._holds(prefix) if key is not None and until > now}
+        return {key for _, key, until in self._holds(prefix) if until > now}
 
-    def _holds(self, prefix: str = "holds/") -> Iterator[tuple[str, CheckpointKey | None, float]]:
+    def _holds(self, prefix: str = "holds/") -> Iterator[tuple[str, CheckpointKey, float]]:
+        """(name, key, until) of every hold; files of others are none."""
         for name, _ in self.store.list(prefix):
-            _, text, rest = name.split("/", 2)
-            until = rest.partition("-")[0]
-            yield name, parsed(text), int(until) / 1000 if until.isdigit() else 0.0
+            found = _HOLD.fullmatch(name)
+            key = parsed(found[1]) if found else None
+            if found and key:
+                yield name, key, int(found[2]) / 1000
 
     # -- forgetting: tombstone, manifest, data ---------------------------------------------------------------
     def retention(self, keep: Keep, *, now: float) -> list[Kept]:
@@ -469,12 +511,13 @@ class Repository:
         """
         tombstone = f"forgotten/{key}.json"
         self._refuse_if_protected(key)
-        if self.store.create(tombstone, encode("forgotten", {})):
-            try:
-                self._refuse_if_protected(key)  # a reader that came in between saw no tombstone yet, but now we see its hold
-            except ConflictError:
+        created = self.store.create(tombstone, encode("forgotten", {}))
+        try:
+            self._refuse_if_protected(key)  # a reader that came in between saw no tombstone yet, but now we see its hold
+        except ConflictError:
+            if created:  # another's stays: the sweep calls it off, or goes on when the reader has finished
                 self.store.delete(tombstone)
-                raise
+            raise
         freed = self._delete_manifest(key)
         bytes_of_data, rest = self._delete_data(key)
         self._delete_records(key)
@@ -521,21 +564,32 @@ class Repository:
                 self.store.delete(f"{folder}{key}.json")
 
     def _references(self, *, but: CheckpointKey | None = None) -> tuple[set[str], list[CheckpointKey]]:
-        """Object keys that committed manifests refer to, and the manifests that could not be read."""
+        """Object keys of other checkpoints that committed manifests refer to, and the manifests that could not be read.
+
+        Each manifest is read once by each process: the rest of the time this costs two listings.
+        """
         needed: set[str] = set()
         unreadable = []
-        for key in self._keys("manifests/") - self._keys("forgotten/"):
+        sizes = self._sizes("manifests/")
+        self._known.keep(sizes)
+        for key in sizes.keys() - self._keys("forgotten/"):
             if key == but:
                 continue
             try:
-                found = decode("manifest", self.store.get(manifest_key(key)), References, key=manifest_key(key))
+                needed |= self._read_references(key, sizes[key])
             except NotFoundError:
                 continue
             except UNREADABLE:
                 unreadable.append(key)
-            else:
-                needed.update(stored.key for stored in found.objects)
         return needed, sorted(unreadable, key=age)
+
+    def _read_references(self, key: CheckpointKey, nbytes: int) -> frozenset[str]:
+        known = self._known.get(key, nbytes)
+        if known is not None:
+            return known
+        data = self.store.get(manifest_key(key))
+        found = decode("manifest", data, References, key=manifest_key(key))
+        return self._known.put(key, len(data), (stored.key for stored in found.objects))
 
     # -- sweeping ------------------------------------------------------------------------------------------------
     def plan_sweep(self, *, now: float, in_progress: Sequence[CheckpointKey] = (), sole_committer: bool = False) -> list[Swept]:
@@ -551,12 +605,16 @@ class Repository:
         folders = with_data - self._keys("manifests/") | (manifests & forgotten)
         newest, busy = self.newest_attempt(), frozenset(in_progress)
         alive = not sole_committer and self._lives(newest, now)
+        limits, lives = dict(self._chain()), {key.attempt: self._lives(key.attempt, now) for key in folders if key.attempt < newest}
         planned: list[Swept] = []
         doomed: dict[CheckpointKey, str] = {}
         for key in sorted((folders | forgotten) - busy, key=age):
             if key in forgotten:
                 doomed[key] = "its deletion was interrupted"
             elif key.attempt < newest:
+                # What the newest attempt goes on from may still arrive: its trainer was restored from memory before the disk had it.
+                if lives[key.attempt] and within(key, limits):
+                    continue
                 doomed[key] = f"attempt {key.attempt} ended before it was committed"
             elif key.attempt == newest and not alive:
                 doomed[key] = f"attempt {newest} is not alive any more and never committed it"
@@ -598,11 +656,15 @@ class Repository:
         self, *, kept: Collection[CheckpointKey], newest: int, alive: bool, doomed: Collection[CheckpointKey], now: float
     ) -> Iterator[Swept]:
         for name, key, until in self._holds():
-            if until <= now and (key is None or key not in doomed):
+            if until <= now and key not in doomed:
                 yield Swept(name, "expired hold", 0)
+        # A live attempt commits in order, so what it has no data of and is older than all it has is no commit on its way. But a pin
+        # may come before everything else.
+        oldest = min((key for key in kept if key.attempt == newest), default=None)
         for folder in _RECORDS:
             for key in sorted(self._keys(folder) - set(kept)):
-                if key in doomed or key.attempt < newest or (key.attempt == newest and not alive):
+                passed = oldest is not None and key.attempt == newest and key < oldest and folder != "pins/"
+                if key in doomed or key.attempt < newest or (key.attempt == newest and not alive) or passed:
                     yield Swept(f"{folder}{key}.json", "its checkpoint is gone", 0)
 
     def _plan_tombstones(self, keys: Collection[CheckpointKey], *, newest: int, now: float) -> Iterator[Swept]:
@@ -657,7 +719,16 @@ class Repository:
 
     def _keys(self, prefix: str) -> set[CheckpointKey]:
         """Checkpoint keys that have a record in a folder; files of others are left alone."""
-        return {key for name in self._names(prefix, ".json") if (key := parsed(name.removesuffix(".json")))}
+        return set(self._sizes(prefix))
+
+    def _sizes(self, prefix: str) -> dict[CheckpointKey, int]:
+        """The same with the records' sizes in bytes."""
+        found: dict[CheckpointKey, int] = {}
+        for name, nbytes in self.store.list(prefix):
+            key = parsed(name.removeprefix(prefix).removesuffix(".json")) if name.endswith(".json") else None
+            if key:
+                found[key] = nbytes
+        return found
 
     # -- checking --------------------------------------------------------------------------------------------------
     def verify(self, key: CheckpointKey, *, threads: int = 2) -> Iterator[tuple[str, int, str]]:
@@ -685,8 +756,8 @@ class Repository:
         """The recorded documents by attempt; an unreadable one is left out."""
         found: dict[int, dict[str, Any]] = {}
         for name in self._names("stats/", ".json"):
-            number = name.removesuffix(".json")
-            with contextlib.suppress(CorruptionError, NotFoundError):
-                if number.isdigit():
-                    found[int(number)] = decode("stats", self.store.get(f"stats/{name}"), dict[str, Any], key=f"stats/{name}")
+            number = _NUMBER.fullmatch(name)
+            with contextlib.suppress(NotFoundError, *UNREADABLE):
+                if number:
+                    found[int(number[1])] = decode("stats", self.store.get(f"stats/{name}"), dict[str, Any], key=f"stats/{name}")
         return found

@@ -97,6 +97,10 @@ class Disk(Protocol):
         """Size, device, kind and time of a path."""
         ...
 
+    def fstat(self, fd: int) -> Stat:
+        """The same of what is open, whatever lies under its name by now."""
+        ...
+
     def statvfs(self, path: str) -> Space:
         """Space of the file system that holds ``path``."""
         ...
@@ -152,12 +156,18 @@ class RealDisk:
             return [Entry(e.name, e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)) for e in entries]
 
     def stat(self, path: str) -> Stat:
-        found = os.stat(path)
-        return Stat(found.st_size, found.st_dev, (found.st_mode & 0o170000) == 0o040000, found.st_mtime)
+        return _stat(os.stat(path))
+
+    def fstat(self, fd: int) -> Stat:
+        return _stat(os.fstat(fd))
 
     def statvfs(self, path: str) -> Space:
         found = os.statvfs(path)
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+
+
+def _stat(found: os.stat_result) -> Stat:
+    return Stat(found.st_size, found.st_dev, (found.st_mode & 0o170000) == 0o040000, found.st_mtime)
 
 
 class _PyBuffer(ctypes.Structure):

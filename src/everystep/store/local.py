@@ -10,6 +10,10 @@ mount is ``mkdir``; ``claim`` rests on it alone. ``link`` has had two winners on
 Large objects go past the page cache (O_DIRECT) in blocks, several in flight, which is two to six times faster than buffered writing
 and fsync. Where the file system or the buffer does not allow it, the same code writes buffered; what a device refused once is not
 tried on it again.
+
+What a moment may mend (a stale NFS handle, a mount that did not answer in time) is tried again from the start, three times within about
+a second; a read that fails with EIO, once. A write that fails with EIO never: what the kernel had taken may be lost, and a second
+attempt that succeeds would hide it. The same for a disk that is full or read-only.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ TEMPORARY = ".tmp-"
 _PAGE = 4096
 _BLOCK = 8 << 20
 _LARGE = 1 << 20
-_STALE_RETRIES = 3
+_PAUSES_S = (0.05, 0.2, 0.5)
+"""Before each further try of what failed with one of ``_PASSING``."""
+_PASSING = (errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY)
 _MUTEX_TRIES = 200
 _MUTEX_WAIT_S = 0.01
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -62,15 +68,22 @@ class LocalStore:
         disk: The system calls; the machine's own by default.
         writers: Requests in flight during a large write.
         large_nbytes: From this size on an object is written in blocks past the page cache where that works.
+        sleep: Waits for so many seconds.
     """
 
-    def __init__(self, path: str, *, disk: Disk | None = None, writers: int = 2, large_nbytes: int = _LARGE) -> None:
+    def __init__(
+        self, path: str, *, disk: Disk | None = None, writers: int = 2, large_nbytes: int = _LARGE,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:  # fmt: skip
         self.path = os.path.abspath(path)
         self.url = self.path
         self._disk: Disk = RealDisk() if disk is None else disk
         self._writers = writers
         self._large_nbytes = large_nbytes
+        self._sleep = sleep
         self._durable_folders: set[str] = set()
+        self._lock = threading.Lock()
+        """Of changes of ``_durable_folders`` and ``_synced_s``."""
         self._refuses_direct: set[int] = set()
         self._refuses_fallocate: set[int] = set()
         self._synced_s = 0.0
@@ -109,9 +122,10 @@ class LocalStore:
 
     def create(self, key: str, data: bytes) -> bool:
         """See ``Store.create``."""
-        path = self._file(key)
+        path, view, won = self._file(key), memoryview(data), False
 
         def publish(temporary: str) -> bool:
+            nonlocal won
             try:
                 self._disk.link(temporary, path)
             except FileExistsError:
@@ -120,25 +134,31 @@ class LocalStore:
             except OSError as error:
                 if error.errno not in (*_UNSUPPORTED, errno.EPERM, errno.EMLINK):
                     raise
-                return self._rename_exclusively(temporary, path)
+                won = self._rename_exclusively(temporary, path)
+                return won
+            won = True
             self._disk.unlink(temporary)
             return True
 
-        view = memoryview(data)
-        return self._do("create", key, lambda: self._write_new(path, view, len(view), publish, withdraw=False), needed=len(view))
+        def make() -> bool:
+            if not won:
+                return self._write_new(path, view, len(view), publish, withdraw=False)
+            self._fsync_folder(os.path.dirname(path))  # what failed came after our name was there: nobody else has made it
+            return True
+
+        return self._do("create", key, make, needed=len(view))
 
     def claim(self, key: str) -> bool:
         """See ``Store.claim``."""
-        path = self._file(key)
+        path, won = self._file(key), False
 
         def make() -> bool:
+            nonlocal won
             folder = os.path.dirname(path)
             self._ensure_folder(folder)
-            try:
+            with contextlib.suppress(FileExistsError):
                 self._disk.mkdir(path)
-                won = True
-            except FileExistsError:
-                won = False
+                won = True  # stays so when what follows fails and is tried again
             self._fsync_folder(folder)  # for the loser too: what it saw must not be undone by a power cut
             return won
 
@@ -162,13 +182,20 @@ class LocalStore:
         if path == self.path:
             raise ConfigError("the whole run cannot be deleted through its store", key=prefix)
 
+        freed, tries = 0, 0
+
         def remove() -> int:
-            self._durable_folders = {folder for folder in self._durable_folders if not (folder + "/").startswith(path + "/")}
+            nonlocal freed, tries
+            tries += 1
+            with self._lock:
+                self._durable_folders -= {folder for folder in self._durable_folders if (folder + "/").startswith(path + "/")}
             try:
-                freed = self._remove_link_or_tree(path)
-                self._fsync_folder(os.path.dirname(path))
+                freed += self._remove_link_or_tree(path)
             except FileNotFoundError:
-                return 0
+                if tries == 1:
+                    return 0
+            with contextlib.suppress(FileNotFoundError):
+                self._fsync_folder(os.path.dirname(path))
             return freed
 
         return self._do("delete", prefix, remove)
@@ -181,21 +208,25 @@ class LocalStore:
         def read() -> bytes:
             fd = self._disk.open(path, os.O_RDONLY)
             try:
-                data = bytearray(self._disk.stat(path).nbytes)
+                # Of the open file: another may lie under its name by now. One byte more than it says: a full buffer means that there is more.
+                data = bytearray(self._disk.fstat(fd).nbytes + 1)
                 got = self._read_all(fd, memoryview(data), 0)
+                while got == len(data):
+                    data = data + bytes(_PAGE + got)
+                    got += self._read_all(fd, memoryview(data)[got:], got)
             finally:
                 self._disk.close(fd)
             self._was_there = True
-            return bytes(data[:got])
+            return bytes(memoryview(data)[:got])
 
-        return self._do("read", key, read)
+        return self._do("read", key, read, reads=True)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """See ``Store.read_into``."""
         path, view = self._file(key), view.cast("B")
         if offset < 0:
             raise ValueError(f"negative offset {offset}")
-        got = self._do("read", key, lambda: self._read_range(path, offset, view))
+        got = self._do("read", key, lambda: self._read_range(path, offset, view), reads=True)
         if got < len(view):
             raise CorruptionError(
                 f"{key!r} in {self.path!r} ends at byte {offset + got}, but {len(view)} bytes from {offset} were expected",
@@ -212,7 +243,7 @@ class LocalStore:
                 raise FileNotFoundError(errno.ENOENT, "is a folder")
             return found.nbytes
 
-        return self._do("read", key, measure)
+        return self._do("read", key, measure, reads=True)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See ``Store.list``."""
@@ -224,7 +255,8 @@ class LocalStore:
     def leftovers(self, prefix: str) -> Iterator[tuple[str, int, float]]:
         """See ``Store.leftovers``."""
         self._folder(prefix)
-        for found in self._walk(prefix):
+        # A folder that is closed to us is none of ours (lost+found, where the run is a mount point): nothing of ours is in it.
+        for found in self._walk(prefix, closed=True):
             if found[0].rpartition("/")[2].startswith(TEMPORARY):
                 yield found
 
@@ -273,7 +305,12 @@ class LocalStore:
             self._ensure_folder(parent)
             self._mkdir(path)
             self._fsync_folder(parent)  # even when it was there: its maker may not have come to that yet
-        self._durable_folders.add(path)
+        with self._lock:
+            self._durable_folders.add(path)
+
+    def _forget_folders(self) -> None:
+        with self._lock:
+            self._durable_folders.clear()
 
     def _ensure_root(self) -> None:
         parent = os.path.dirname(self.path)
@@ -335,20 +372,26 @@ class LocalStore:
             except FileNotFoundError:
                 return []
 
-        return self._do("list", prefix, scan)
+        return self._do("list", prefix, scan, reads=True)
 
-    def _walk(self, prefix: str) -> Iterator[tuple[str, int, float]]:
-        """(key, nbytes, modified at) of every file below, sorted by key. One that vanishes meanwhile is left out."""
+    def _walk(self, prefix: str, *, closed: bool = False) -> Iterator[tuple[str, int, float]]:
+        """(key, nbytes, modified at) of every file below, sorted by key. One that vanishes meanwhile is left out, and with ``closed``
+        a folder below that must not be looked into."""
         folder = self._folder(prefix)
         entries = self._entries(folder, prefix)
         for entry in sorted(entries, key=lambda e: e.name + "/" if e.is_folder else e.name):
             key = prefix + entry.name
             if entry.is_folder:
-                if not entry.name.startswith(TEMPORARY):
-                    yield from self._walk(key + "/")
+                if entry.name.startswith(TEMPORARY):
+                    continue
+                try:
+                    yield from self._walk(key + "/", closed=closed)
+                except PermanentStoreError as error:
+                    if not closed or error.kind != "not-permitted":
+                        raise
             elif entry.is_file:
                 try:
-                    found = self._do("list", key, functools.partial(self._disk.stat, f"{folder}/{entry.name}"))
+                    found = self._do("list", key, functools.partial(self._disk.stat, f"{folder}/{entry.name}"), reads=True)
                 except NotFoundError:
                     continue
                 yield key, found.nbytes, found.modified_at
@@ -391,7 +434,7 @@ class LocalStore:
             self._ensure_folder(folder)
             device = self._disk.stat(folder).device
         except FileNotFoundError:  # somebody deleted the folder behind our back
-            self._durable_folders.clear()
+            self._forget_folders()
             self._ensure_folder(folder)
             device = self._disk.stat(folder).device
         temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
@@ -443,7 +486,8 @@ class LocalStore:
     def _sync(self, fd: int) -> None:
         began = time.perf_counter()
         self._disk.fsync(fd)
-        self._synced_s += time.perf_counter() - began
+        with self._lock:
+            self._synced_s += time.perf_counter() - began
 
     def _reserve(self, fd: int, temporary: str, nbytes: int, device: int) -> None:
         """Fail now when there is no space, not after minutes of writing."""
@@ -525,8 +569,12 @@ class LocalStore:
                     self._disk.unlink(temporary)
                     return False
                 if not patience:
-                    raise OSError(errno.EBUSY, f"another writer died while it created this; remove the folder {mutex!r}") from None
-                time.sleep(_MUTEX_WAIT_S)
+                    # No EBUSY of the system's, which would be tried again: this has been waited for.
+                    raise TransientStoreError(
+                        f"cannot create {path!r}: another writer died while it created this", key=os.path.relpath(path, self.path), kind="io",
+                        errno=errno.EBUSY, hint=f"remove the folder {mutex!r}",
+                    ) from None  # fmt: skip
+                self._sleep(_MUTEX_WAIT_S)
         try:
             if self._is_there(path):
                 self._disk.unlink(temporary)
@@ -582,20 +630,24 @@ class LocalStore:
         return done
 
     # -- errors --------------------------------------------------------------------------------------------------------
-    def _do(self, what: str, key: str, action: Callable[[], _Result], *, needed: int = 0) -> _Result:
-        """Run it; a stale NFS handle is tried again with fresh names, and the system's errors become ours."""
-        tries = 0
+    def _do(self, what: str, key: str, action: Callable[[], _Result], *, needed: int = 0, reads: bool = False) -> _Result:
+        """Run it; what may pass is tried again (with fresh names: handles may be stale), and the system's errors become ours."""
+        pauses, again = iter(_PAUSES_S), [errno.EIO] if reads else []
         while True:
             try:
                 return action()
             except OSError as error:
                 if isinstance(error, CheckpointError):
                     raise
-                if error.errno == errno.ESTALE and tries < _STALE_RETRIES:
-                    tries += 1
-                    self._durable_folders.clear()
-                    continue
-                raise self._translate(error, what, key, needed) from error
+                if error.errno in again:
+                    again.remove(error.errno)
+                elif error.errno not in _PASSING:
+                    raise self._translate(error, what, key, needed) from error
+                pause_s = next(pauses, None)
+                if pause_s is None:
+                    raise self._translate(error, what, key, needed) from error
+            self._sleep(pause_s)
+            self._forget_folders()
 
     def _translate(self, error: OSError, what: str, key: str, needed: int) -> CheckpointError:
         code = error.errno or errno.EIO

@@ -290,10 +290,14 @@ class SimDisk:
         """What is known of a path; see ``Disk``."""
         with self._lock:
             self._called("stat", path)
-            node = self._node(path)
-            if isinstance(node, _Folder):
-                return Stat(0, 1, True, node.modified_at)
-            return Stat(len(node.volatile), 1, False, node.modified_at)
+            return _stat(self._node(path))
+
+    def fstat(self, fd: int) -> Stat:
+        """What is known of what is open; see ``Disk``."""
+        with self._lock:
+            node, path = self._open[fd]
+            self._called("fstat", path)
+            return _stat(node)
 
     def statvfs(self, path: str) -> Space:
         """Space; see ``Disk``."""
@@ -444,6 +448,12 @@ class SimDisk:
         for node, _ in self._open.values():
             visit(node)
         return sum(files.values())
+
+
+def _stat(node: _File | _Folder) -> Stat:
+    if isinstance(node, _Folder):
+        return Stat(0, 1, True, node.modified_at)
+    return Stat(len(node.volatile), 1, False, node.modified_at)
 
 
 def _failed(code: int) -> OSError:

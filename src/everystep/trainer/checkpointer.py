@@ -5,19 +5,17 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from everystep import policy
 from everystep.agent import messages
@@ -25,16 +23,16 @@ from everystep.agent.client import AgentClient, Slab
 from everystep.errors import AgentError, CapacityError, CheckpointError, ConfigError, ConflictError, NotFoundError, StoreError, rebuild
 from everystep.plan import SavePlan, plan_save
 from everystep.policy import Cadence, Keep
-from everystep.repository import CheckpointKey, Repository
+from everystep.repository import CheckpointKey
+from everystep.trainer.arguments import as_url, check_numbers, checked_step, numbers_of, outside_inference, some
 from everystep.trainer.connection import Connection
 from everystep.trainer.failing import Failures
 from everystep.trainer.finding import RestoredFrom, restore_newest
-from everystep.trainer.pending import Pending, Report
+from everystep.trainer.pending import Pending
 from everystep.trainer.staging import SlabViews, Stager, Staging, order_of
-from everystep.trainer.state import Collected, RestoreReport, StateCollector, load_state, restore_into
-from everystep.trainer.tensors import is_text
+from everystep.trainer.state import Collected, RestoreReport, StateCollector, restore_into
 
-__all__ = ["Checkpointer", "Pending", "Report", "load"]
+__all__ = ["Checkpointer"]
 
 _log = logging.getLogger("everystep")
 _DRAIN_TIMEOUT_S = 3600.0
@@ -42,6 +40,16 @@ _OF_ONE_STEP = ("forgotten", "committed")
 """Conflicts that concern one step's checkpoint and not who has the run."""
 _PLANS = 4
 """Plans remembered at a time; the agent remembers more, so that a plan known here is known there."""
+
+
+class _Aim(NamedTuple):
+    """What a save is for: ``bound`` for the disk; ``must`` get there whatever comes later; ``unskippable``: waits for a slab."""
+
+    metrics: dict[str, float]
+    bound: bool
+    must: bool
+    unskippable: bool
+    pin: bool
 
 
 class Checkpointer:
@@ -79,11 +87,11 @@ class Checkpointer:
         idle_s: float = 600.0,
         fresh: bool = False,
     ) -> None:
-        self.path = _as_url(path)
+        self.path = as_url(path)
         self.cadence = cadence or Cadence()
         self.keep = keep or Keep()
         self.overlap = overlap
-        _check_numbers(memory_budget=memory_budget, max_failures=max_failures, max_failing_s=max_failing_s, idle_s=idle_s)
+        check_numbers(memory_budget=memory_budget, max_failures=max_failures, max_failing_s=max_failing_s, idle_s=idle_s)
         self.last_restore: RestoreReport | None = None
         self.restored_from: RestoredFrom | None = None
         self._lock = threading.RLock()
@@ -95,7 +103,7 @@ class Checkpointer:
         self._stager = Stager(notice=_log.warning)
         self._run = Connection(
             self.path, cadence=self.cadence, keep=self.keep, memory_budget=memory_budget, idle_s=idle_s, in_process=not agent, fresh=fresh,
-            on_event=self._on_event, on_lost=self._on_lost,
+            on_event=_weakly(self._on_event), on_lost=_weakly(self._on_lost),
         )  # fmt: skip
         self._generation = 0
         self._plans: dict[object, tuple[SavePlan, list[int]]] = {}
@@ -104,9 +112,13 @@ class Checkpointer:
         self._last: Pending | None = None
         self._last_bound_at: float | None = None
         self._skipped: int | None = None
-        self._pending: dict[int, Pending] = {}
+        self._owed = False
+        self._call_s: float | None = None
+        self._pending: dict[tuple[int, int], Pending] = {}
         self._warned: set[str] = set()
         self._hook = register_optimizer_step_pre_hook(_fence_hook(weakref.ref(self)))
+        self._abandon = weakref.finalize(self, _abandoned, self.path, self._pid, self._run, self._stager, self._hook)
+        self._abandon.atexit = False  # then close() is called
         _open.add(self)
 
     @property
@@ -143,31 +155,36 @@ class Checkpointer:
         began = time.perf_counter()
         with self._lock:
             self._usable()
-            step = _checked_step(step)
+            step = checked_step(step)
             self._stager.fence()
             self._stager.idle()
             if self._run.conflict is not None:
                 raise self._run.conflict
             self._failing.raise_if_due()
             if self._last is not None and step == self._last_step and self._last.report.outcome != "failed":
-                return self._again(self._last, metrics=_numbers(metrics or {}, step), sync=sync, pin=pin)
+                return self._again(self._last, metrics=numbers_of(metrics or {}, step), sync=sync, pin=pin)
             if self._last_step is not None and step < self._last_step:
                 message = f"step {step} comes after step {self._last_step} in the same attempt"
                 raise ConfigError(message, step=step, kind="step-order", hint="steps grow; restore(state, step=...) starts a new timeline")
-            numbers = _numbers(metrics or {}, step)
-            must = pin or sync
-            ticks = time.monotonic()  # the clock on the wall may be set back, and then nothing would be due for long
-            bound = must or policy.disk_bound(step, self.cadence, now=ticks, last_bound_at=self._last_bound_at)
+            numbers = numbers_of(metrics or {}, step)
             # What retention is to keep has to get to the disk first.
-            bound = bound or (self.cadence.disk is not False and (policy.keeps_step(step, self.keep) or self._is_best(numbers)))
+            kept = self.cadence.disk is not False and (policy.keeps_step(step, self.keep) or self._is_best(numbers))
+            ticks = time.monotonic()  # the clock on the wall may be set back, and then nothing would be due for long
+            due = self._owed or policy.disk_bound(step, self.cadence, now=ticks, last_bound_at=self._last_bound_at)
+            must = pin or sync or kept
+            bound = must or due
+            aim = _Aim(metrics=numbers, bound=bound, must=must, unskippable=pin or sync, pin=pin)
             if not bound and not policy.is_due(step, self.cadence.memory):
                 pending = Pending(step)
                 pending._advance("skipped", reason=f"not due: memory every {self.cadence.memory} steps")
                 return pending
-            with _outside_inference():
-                pending = self._take(step, state, numbers, bound=bound, must=must, pin=pin, began=began)
-            if bound and self._last is pending:
-                self._last_bound_at = ticks
+            with outside_inference():
+                pending = self._take(step, state, aim, began=began)
+            if self._last is pending and pending.report.outcome != "failed":
+                self._last_bound_at = ticks if bound else self._last_bound_at
+                self._owed = False
+            else:
+                self._owed = bound  # the disk gets the next one that can be saved instead
         if sync:
             pending.wait("disk")
         return pending
@@ -180,12 +197,13 @@ class Checkpointer:
             if client is None or attempt is None or self._last_step is None or step > self._last_step:
                 message = f"step {step} was not saved by this checkpointer"
                 raise NotFoundError(message, step=step, kind="no-save", hint="call record after save")
-            client.record_metrics(step=step, attempt=attempt, metrics=_numbers(metrics, step))
+            client.record_metrics(step=step, attempt=attempt, metrics=numbers_of(metrics, step))
 
-    def _take(
-        self, step: int, state: Mapping[str, Any], metrics: dict[str, float], *, bound: bool, must: bool, pin: bool, began: float
-    ) -> Pending:
+    def _take(self, step: int, state: Mapping[str, Any], aim: _Aim, *, began: float) -> Pending:
         pending, now = Pending(step), time.time()
+        for key, known in list(self._pending.items()):  # other threads take theirs out meanwhile
+            if known.done():
+                self._pending.pop(key, None)
         collected = self._collector.collect(state)
         try:
             client, attempt = self._run.writing()
@@ -193,7 +211,7 @@ class Checkpointer:
             self._run.prepare(client, plan)
             planned_s = time.perf_counter() - began
             slab = client.lease(plan, step)
-            if isinstance(slab, messages.NoSlab) and must:
+            if isinstance(slab, messages.NoSlab) and aim.unskippable:
                 slab = self._waited_for(client, plan, step)
         except ConflictError:
             raise
@@ -206,16 +224,16 @@ class Checkpointer:
             self._skipped = step
             return pending
         self._skipped = None
-        for done in [old for old, known in self._pending.items() if known.done()]:
-            del self._pending[done]
         overlap = self.overlap and bool(collected.optimizers) and not collected.unfenced
         if collected.unfenced and self.overlap:
             text = f"{collected.unfenced[0]!r} does not run torch's optimizer step hooks: save() copies everything in the call"
             self._notice_once("unfenced", text)
-        pending._expect_disk(bound or self.cadence.disk is None)
-        self._pending[step] = pending
+        pending._expect_disk(aim.bound or self.cadence.disk is None)
+        self._pending[step, attempt] = pending
         self._last, self._last_step = pending, step
-        timings = {"plan": planned_s, "fence": self._stager.fence_s}
+        # Of the save before: how long this one's call and fence take is known only when it has been sealed.
+        timings = {"plan": planned_s, "fence": self._stager.take_fence_s()}
+        before_s = {} if self._call_s is None else {"call": self._call_s}
 
         def finish(staging: Staging) -> None:
             if staging.error is not None:
@@ -224,11 +242,14 @@ class Checkpointer:
                 return
             try:
                 client.seal(
-                    slab, plan=plan, step=step, attempt=attempt, saved_at=now, values=collected.values, metrics=metrics,
-                    bound=bound, pin=pin, timings_s={**timings, "stage": staging.stage_s},
+                    slab, plan=plan, step=step, attempt=attempt, saved_at=now, values=collected.values, metrics=aim.metrics,
+                    bound=aim.bound, must=aim.must, pin=aim.pin, timings_s={**timings, **before_s, "stage": staging.stage_s},
                 )  # fmt: skip
             except CheckpointError as error:
                 self._fail(pending, error)
+                return
+            except Exception as error:  # the staging thread's top: whoever waits for this save has to hear of it
+                self._fail(pending, CheckpointError(f"step {step} could not be sealed: {error!r}", step=step, kind="internal"))
                 return
             if not pending._disk_expected:
                 self._failing.end()
@@ -242,8 +263,8 @@ class Checkpointer:
             broken = CheckpointError(f"save of step {step} was broken off: {error!r}", step=step, kind="interrupted", hint="save it again")
             pending._advance("failed", reason=broken.message, error=broken)
             raise
-        timings["call"] = time.perf_counter() - began
-        pending._time({"call": timings["call"]})
+        self._call_s = time.perf_counter() - began
+        pending._time({"call": self._call_s})
         return pending
 
     def _waited_for(self, client: AgentClient, plan: SavePlan, step: int) -> Slab:
@@ -332,11 +353,11 @@ class Checkpointer:
             LayoutError: Names, shapes or dtypes do not fit; nothing was changed.
             CorruptionError: There are checkpoints and none of them verifies.
         """
-        with self._lock, _outside_inference():
+        with self._lock, outside_inference():
             self._usable()
             self._stager.fence()
             self._stager.idle()
-            if self._last is not None:
+            if self._run.attempt is not None:
                 self._finish_timeline()
             repository = self._run.opened(create=False)
             if repository is None:
@@ -360,8 +381,8 @@ class Checkpointer:
             if not strict and (report.missing or report.unexpected):
                 _log.warning(
                     "step %d is restored in part: %d tensors, without %d that the checkpoint lacks (%s) and %d that the state lacks (%s)",
-                    self.restored_from.key.step, len(report.restored), len(report.missing), _some(report.missing), len(report.unexpected),
-                    _some(report.unexpected),
+                    self.restored_from.key.step, len(report.restored), len(report.missing), some(report.missing), len(report.unexpected),
+                    some(report.unexpected),
                 )  # fmt: skip
             self._run.looked(self.restored_from.key)
             return self.restored_from.key.step
@@ -416,6 +437,12 @@ class Checkpointer:
                 self._hook.remove()
                 self._stager.close()
                 self._run.close()
+                for pending in list(self._pending.values()):
+                    if not pending.done():
+                        error = AgentError(f"closed before step {pending.step} was on disk", step=pending.step, kind="closed")
+                        pending._advance("failed", reason=error.message, error=error)
+                self._pending.clear()
+                self._abandon.detach()
                 self._views.clear()
                 self._plans.clear()
 
@@ -458,10 +485,12 @@ class Checkpointer:
             _log.warning("restoring although %s", error)
         self._run.new_timeline()
         self._last = self._last_step = self._last_bound_at = None
+        self._owed = False
+        self._best = policy.BestSoFar(self.keep)
 
     # -- outcomes --------------------------------------------------------------------------------------------------------------
     def _on_event(self, event: messages.Event) -> None:
-        pending = self._pending.get(event.step)
+        pending = self._pending.get((event.step, event.attempt))
         if event.what == "committed":
             self._failing.end()
             _log.info("step %d saved to disk in %.2f s", event.step, event.timings_s.get("total", 0.0))
@@ -478,11 +507,11 @@ class Checkpointer:
     def _settle(self, pending: Pending | None, outcome: str, event: messages.Event) -> None:
         if pending is not None:
             pending._advance(outcome, timings_s=event.timings_s)
-            self._pending.pop(event.step, None)
+            self._pending.pop((event.step, event.attempt), None)
 
     def _on_lost(self) -> None:
         first = True  # however many saves were under way, one thing has failed
-        for step, pending in list(self._pending.items()):
+        for (step, _), pending in list(self._pending.items()):
             if not pending.done():
                 message = f"the agent of {self.path!r} ended before step {step} was on disk"
                 error = AgentError(message, step=step, kind="agent-lost", hint="the next save starts a new one")
@@ -493,7 +522,9 @@ class Checkpointer:
     def _fail(self, pending: Pending, error: CheckpointError, *, counts: bool = True) -> None:
         self._failing.add(pending.step, error, counts=counts)
         pending._advance("failed", reason=str(error), error=error)
-        self._pending.pop(pending.step, None)
+        for key, known in list(self._pending.items()):
+            if known is pending:
+                self._pending.pop(key, None)
         self._last = pending if self._last is None or self._last.step <= pending.step else self._last
 
     def _give_back(self, client: AgentClient, slab: Slab) -> None:
@@ -521,42 +552,6 @@ class Checkpointer:
             self._stager.fence()
 
 
-def load(path: str | os.PathLike[str], *, step: int | None = None, include: Sequence[str] | None = None) -> dict[str, Any]:
-    """A checkpoint's tensors and plain values without a model: nested dicts, modules as ``{name: tensor}``.
-
-    Args:
-        path: The run's folder or URL.
-        step: Which checkpoint; None: the newest that verifies, in memory or on disk.
-        include: Patterns of full names to take (``"model.*"``).
-
-    Raises:
-        NotFoundError: No run, no checkpoint, or not this step.
-        CorruptionError: None of the checkpoints verifies.
-    """
-    repository = Repository.open(_as_url(path))
-    client: AgentClient | None = None
-    try:
-        client = AgentClient.connect(run_url=repository.store.url, run_id=repository.run_id, role="visitor", spawn=False)
-    except (NotFoundError, AgentError):
-        client = None  # no agent holds anything of this run here: the disk has it all
-    try:
-        taken: dict[str, Any] = {}
-
-        def apply(reader: Any) -> RestoreReport:
-            taken.update(load_state(reader, include=include))
-            return RestoreReport(restored=(), missing=(), unexpected=())
-
-        with _outside_inference():
-            found = restore_newest(repository, client, step=step, apply=apply, notice=_log.warning)
-        if found is None:
-            message = f"run {repository.store.url!r} has no checkpoint yet"
-            raise NotFoundError(message, kind="no-checkpoint", hint="see everystep ls RUN")
-        return taken
-    finally:
-        if client is not None:
-            client.close()
-
-
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -580,6 +575,28 @@ def _in_fork() -> None:
 os.register_at_fork(after_in_child=_in_fork)
 
 
+def _abandoned(path: str, pid: int, run: Connection, stager: Stager, hook: RemovableHandle) -> None:
+    """A checkpointer is gone without ``close``: free what it held. Its agent takes it for a trainer that died, and persists the newest."""
+    if os.getpid() != pid:
+        return
+    hook.remove()
+    stager.close()
+    run.abandon()
+    _log.warning("the checkpointer of %r was dropped without close(); its agent makes the newest snapshot durable", path)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, without keeping its object alive; nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*arguments)
+
+    return call
+
+
 def _fence_hook(owner: weakref.ref[Checkpointer]) -> Any:
     """A step pre-hook for every optimizer of the process; holds no checkpointer alive."""
 
@@ -589,60 +606,3 @@ def _fence_hook(owner: weakref.ref[Checkpointer]) -> Any:
             checkpointer._fence()
 
     return hook
-
-
-def _outside_inference() -> contextlib.AbstractContextManager[None]:
-    """Tensors of ours that are made in inference mode could not be written to, nor trained on, outside of it."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-
-
-def _as_url(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    if not text or "\0" in text or not is_text(text):
-        message = f"the run's path is {text!r}" if text else "the run's path is empty"
-        raise ConfigError(message, kind="path", hint="name a folder for the run, such as 'runs/gpt'")
-    return text if "://" in text else str(Path(text).expanduser().absolute())
-
-
-def _check_numbers(*, memory_budget: object, max_failures: object, max_failing_s: object, idle_s: object) -> None:
-    for name, value, kinds, least in (
-        ("memory_budget", memory_budget, (int,), 1),
-        ("max_failures", max_failures, (int,), 0),
-        ("max_failing_s", max_failing_s, (int, float), 0),
-        ("idle_s", idle_s, (int, float), 0),
-    ):
-        if value is None and name == "memory_budget":
-            continue
-        if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
-            unit = "bytes" if name == "memory_budget" else "seconds" if name.endswith("_s") else "failures"
-            raise ConfigError(f"{name} is {value!r}", key=name, kind="option", hint=f"pass a number of {unit}, at least {least}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else "none"
-
-
-def _checked_step(step: int) -> int:
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        message = f"step is {step!r}, a {type(step).__name__}"
-        raise ConfigError(message, kind="step", hint="pass the training step as an int >= 0")
-    number = int(step.__index__())
-    if not 0 <= number < 1 << 63:
-        message = f"step is {number}"
-        raise ConfigError(message, kind="step", hint="pass the training step as an int >= 0 (of at most 63 bits)")
-    return number
-
-
-def _numbers(metrics: Mapping[str, float], step: int) -> dict[str, float]:
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            name_is_text = False
-        else:
-            name_is_text = isinstance(name, str) and is_text(name)
-        if not name_is_text:
-            message = f"metric {name!r} of step {step} is {value!r:.80}"
-            raise ConfigError(message, step=step, kind="metrics", hint="metrics are numbers by name, such as {'val_loss': 1.5}")
-    return numbers

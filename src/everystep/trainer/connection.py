@@ -124,6 +124,11 @@ class Connection:
         if self.client is not None:
             self.client.close()
 
+    def abandon(self) -> None:
+        """Go without a goodbye."""
+        if self.client is not None:
+            self.client.close(bye=False)
+
     def _connect(self, repository: Repository, *, spawn: bool, in_process: bool) -> AgentClient:
         client = AgentClient.connect(
             run_url=self.path,

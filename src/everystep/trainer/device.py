@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from everystep.errors import CapacityError
+from everystep.errors import CapacityError, StateError
 
 
 class Mark(Protocol):
@@ -43,7 +43,7 @@ class Device(Protocol):
         ...
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sources' bytes one after the other, read on the side stream behind the copies enqueued so far.
+        """The sources' bytes one after the other, read on the side stream behind the training stream's work and the copies so far.
 
         They are on the host once a later mark is done.
         """
@@ -105,6 +105,9 @@ class CudaDevice:
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """Concatenate on the side stream, then copy to pinned memory."""
+        with torch.cuda.device(self.index):
+            # What the training stream has been given so far, an optimizer's step perhaps, has to be seen.
+            self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.device(self.index), torch.cuda.stream(self.stream):
             joined = torch.cat([source.view(torch.uint8) for source in sources])
             return torch.empty(joined.numel(), dtype=torch.uint8, pin_memory=True).copy_(joined, non_blocking=True)
@@ -130,4 +133,4 @@ def device_for(device: torch.device) -> Device | None:
     if device.type == "cuda":
         return CudaDevice(device.index if device.index is not None else torch.cuda.current_device())
     message = f"tensors on {str(device)!r} cannot be staged: this version knows the CPU and CUDA"
-    raise CapacityError(message, kind="device", hint="move the state to the CPU before save, or ask for this device in an issue")
+    raise StateError(message, kind="device", hint="move the state to the CPU before save, or ask for this device in an issue")

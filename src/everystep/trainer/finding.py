@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from everystep.agent import messages
 from everystep.agent.client import AgentClient
-from everystep.errors import AgentError, CapacityError, CorruptionError, NotFoundError, StoreError
+from everystep.errors import AgentError, CapacityError, CorruptionError, NotFoundError, StoreError, TransientStoreError
 from everystep.repository import CheckpointKey, Repository, Skipped
 from everystep.trainer.reading import FETCH_NBYTES, ManifestReader, MemorySource, StoreSource
 from everystep.trainer.state import RestoreReport
@@ -71,11 +71,20 @@ def restore_newest(
         message = f"run {repository.store.url!r} has no checkpoint of step {step}; {known}"
         raise NotFoundError(message, step=step, kind="no-step", hint="name one of these, or none for the newest")
     skipped: list[Skipped] = []
+    touched = False
+
+    def applied(reader: ManifestReader) -> RestoreReport:
+        nonlocal touched
+        try:
+            return apply(reader)
+        finally:
+            touched = touched or reader.touched
+
     for one in candidates:
         try:
-            report, nbytes = _apply(repository, client, one, apply)
-        except (CorruptionError, AgentError, NotFoundError) as error:
-            # NotFoundError: an object of it is gone, or retention took it meanwhile; either way it cannot be restored.
+            report, nbytes = _apply(repository, client, one, applied)
+        except (CorruptionError, AgentError, NotFoundError, TransientStoreError) as error:
+            # NotFoundError: an object of it is gone, or retention took it meanwhile. TransientStoreError: a bad sector, perhaps.
             skipped.append(Skipped(key=str(one.key), reason=f"{one.tier}: {error}"))
             notice(f"step {one.key.step} in {one.tier} is passed over: {error}")
             if one.tier == "disk" and isinstance(error, CorruptionError):
@@ -85,7 +94,8 @@ def restore_newest(
     if not candidates:
         return None
     reasons = "; ".join(f"step {CheckpointKey.parse(one.key).step} {one.reason}" for one in skipped[:3])
-    message = f"none of the {len(candidates)} checkpoints of run {repository.store.url!r} verifies: {reasons}"
+    partly = "; the state is partly overwritten and must not be trained on" if touched else ""
+    message = f"none of the {len(candidates)} checkpoints of run {repository.store.url!r} verifies: {reasons}{partly}"
     raise CorruptionError(message, kind="all-corrupt", hint=f"everystep verify {repository.store.url} --all")
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from everystep.agent.client import TakenSnapshot
-from everystep.errors import CorruptionError
+from everystep.errors import CorruptionError, NotFoundError
 from everystep.manifest import BLOCK_NBYTES, Manifest, TensorSpec, digest
 from everystep.plan import Fetch, Piece, plan_restore
 from everystep.region import Region, boxes, whole
@@ -18,6 +18,7 @@ from everystep.transfer import Buffers, Transfer
 
 FETCH_NBYTES = 8 << 20
 BUDGET_NBYTES = 64 << 20
+_VERIFY = "everystep verify RUN shows what is damaged"
 _DIRECT_NBYTES = 1 << 20
 """Smaller pieces are fetched many at a time."""
 
@@ -100,11 +101,14 @@ class ManifestReader:
         specs = {spec.name: spec for spec in manifest.tensors}
         self.tensors: Mapping[str, TensorSpec] = {**specs, **{alias: specs[name] for alias, name in manifest.aliases.items()}}
         self.nbytes = 0
+        self.touched = False
+        """Whether any tensor may have been written."""
 
     def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Fill each tensor with the verified bytes of its name; parallel, within a byte budget."""
         plan = plan_restore(self._manifest, [(name, whole(tuple(tensor.shape))) for name, tensor in wanted], fetch_nbytes=FETCH_NBYTES)
         targets = [_Target(tensor) for _, tensor in wanted]
+        self.touched = True
         with Transfer(threads=self._threads, budget_nbytes=BUDGET_NBYTES) as transfer:
             transfer.run((fetch.nbytes, self._job(fetch, targets)) for fetch in plan.fetches)
         for _, tensor in wanted:
@@ -126,7 +130,7 @@ class ManifestReader:
                         self._check(piece, block, at)
 
         def buffered() -> None:
-            view = self._source.bytes_of(fetch)
+            view = self._bytes_of(fetch)
             try:
                 for piece in fetch.pieces:
                     shard = self._manifest.shards[piece.shard]
@@ -141,6 +145,17 @@ class ManifestReader:
 
         return straight if windows and all(window is not None for window in windows) else buffered
 
+    def _bytes_of(self, fetch: Fetch) -> memoryview:
+        try:
+            return self._source.bytes_of(fetch)
+        except (NotFoundError, CorruptionError) as error:
+            stored = self._manifest.objects[fetch.object]
+            lost = [self._manifest.tensors[shard.tensor].name for shard in self._manifest.shards if shard.object == fetch.object]
+            names = ", ".join(repr(name) for name in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+            what = "is missing" if isinstance(error, NotFoundError) else "is damaged"
+            message = f"{stored.key!r} of step {self.step} {what}, and with it tensors {names}: {error.message}"
+            raise CorruptionError(message, step=self.step, key=stored.key, kind=error.kind, hint=_VERIFY) from error
+
     def _window(self, piece: Piece, targets: Sequence[_Target]) -> memoryview | None:
         """The memory of the one tensor that takes this large piece just as it is stored; None when it has to go through a buffer."""
         if len(piece.targets) != 1 or piece.end - piece.begin < _DIRECT_NBYTES:
@@ -153,8 +168,7 @@ class ManifestReader:
             spec, stored = self._manifest.tensors[shard.tensor], self._manifest.objects[shard.object]
             where = f"{stored.key!r} at byte {shard.offset + piece.begin + at}"
             message = f"tensor {spec.name!r} of step {self.step} is corrupt in {where}"
-            hint = "everystep verify RUN shows what is damaged"
-            raise CorruptionError(message, step=self.step, key=stored.key, kind="digest", hint=hint)
+            raise CorruptionError(message, step=self.step, key=stored.key, kind="digest", hint=_VERIFY)
 
 
 class _Target:

@@ -3,15 +3,15 @@
 Theory of operation. ``stage`` copies what may change at any time (buffers, scalars) inside the call. What only an optimizer's step
 changes is cut into chunks. A thread takes chunks one after the other; so does whoever waits in ``fence`` (an optimizer's step, the next
 save), so that the rest goes at the training thread's own speed. When the last chunk is copied the tensors are compared with what they
-were at the call (version counter, a bounded sample of the contents; fused optimizers and ``.data`` writes raise no counter), and only then
-is the fence open and the slab sealed. A storage that is swapped meanwhile is kept alive and copied as the call saw it. Copies are ``memmove`` calls: they release the GIL and, unlike
-``Tensor.copy_``, start no second OpenMP team beside the training's own (measured on two cores: 1 against 8 GB/s beside a busy team).
-Accelerator tensors go through ``device.py``; the host is not blocked by their fence.
+were at the call (version counter, and a bounded sample of the contents: fused optimizers and ``.data`` writes raise no counter), and only
+then is the fence open and the slab sealed. A storage that is swapped meanwhile is kept alive and copied as the call saw it. Copies are
+``memmove`` calls: they release the GIL and, unlike ``Tensor.copy_``, start no second OpenMP team beside the training's own (measured on
+two cores: 1 against 8 GB/s beside a busy team). Accelerator tensors go through ``device.py``; the host is not blocked by their fence.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import ctypes
 import operator
 import random
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from everystep.errors import CheckpointError, TornSnapshotError
+from everystep.errors import CapacityError, CheckpointError, TornSnapshotError
 from everystep.plan import SavePlan
 from everystep.trainer.device import Device, Mark, device_for
 from everystep.trainer.state import Leaf
@@ -110,10 +110,11 @@ class _Copies:
 class _Devices:
     """One seam for each accelerator, and which slabs it has pinned."""
 
-    def __init__(self, make: Callable[[torch.device], Device | None]) -> None:
+    def __init__(self, make: Callable[[torch.device], Device | None], notice: Callable[[str], None]) -> None:
         self._make = make
+        self._notice = notice
         self._known: dict[torch.device, Device | None] = {}
-        self._pinned: dict[tuple[int, int], Device] = {}
+        self._pinned: dict[int, Device | None] = {}
 
     def get(self, device: torch.device) -> Device | None:
         """The seam of a device; None for the host."""
@@ -122,17 +123,23 @@ class _Devices:
         return self._known[device]
 
     def pin(self, views: SlabViews) -> None:
-        """Register the slab's mapping once, if there is an accelerator at all."""
-        for device in self._known.values():
-            if device is not None and (id(device), views.address) not in self._pinned:
+        """Register the slab's mapping once, for all devices, if there is one. Without it copies work, but wait for the host."""
+        device = next((device for device in self._known.values() if device is not None), None)
+        if device is not None and views.address not in self._pinned:
+            self._pinned[views.address] = device
+            try:
                 device.register(views.address, views.nbytes)
-                self._pinned[id(device), views.address] = device
+            except CapacityError as error:
+                self._pinned[views.address] = None
+                self._notice(f"{error}: saves copy into unpinned memory and are slower")
 
     def unpin(self, address: int | None = None) -> None:
         """Release the page lock of one mapping, or of all."""
-        for owner, pinned in list(self._pinned):
+        for pinned in list(self._pinned):
             if address is None or pinned == address:
-                self._pinned.pop((owner, pinned)).unregister(pinned)
+                device = self._pinned.pop(pinned)
+                if device is not None:
+                    device.unregister(pinned)
 
 
 def _chunks(moves: Sequence[Move]) -> Iterator[list[Move]]:
@@ -223,7 +230,8 @@ class _Watch:
         copies, look = self.copies, ctypes.string_at
         versions = list(map(_version, copies.late_tensors))
         if versions != self.versions:
-            torn.update((leaf.spec.name, None) for (leaf, _, _), was, now in zip(copies.late_leaves, self.versions, versions, strict=True) if was != now)
+            pairs = zip(copies.late_leaves, self.versions, versions, strict=True)
+            torn.update((leaf.spec.name, None) for (leaf, _, _), was, now in pairs if was != now)
         for (which, source, target, nbytes), before in zip(self.samples.host, self.seen, strict=True):
             # ``param.data = other`` is no harm: this is the memory that the call saw, kept alive by the copies, and it is what was copied.
             if look(source, nbytes) != before or look(target, nbytes) != before:
@@ -255,29 +263,52 @@ class Staging:
         self.stage_s = 0.0
         self.copied = threading.Event()
         self.fenced = threading.Event()
-        self._chunks = iter(copies.late)
-        self._lock = threading.Lock()
+        self._chunks = copies.late
+        self._changed = threading.Condition()
+        self._untaken = collections.deque(range(len(self._chunks)))
+        self._busy: dict[int, int] = {}
+        self._copied: set[int] = set()
         self._settling = threading.Lock()
-        self._running = 0
-        self._failed: BaseException | None = None
+        self._failed: Exception | None = None
+        if not self._chunks:
+            self.copied.set()
 
-    def work(self) -> None:
-        """Copy chunks until none is left, beside anybody else who does so; returns when this caller finds none."""
+    def work(self, *, to_the_end: bool = False) -> None:
+        """Copy chunks until none is left to take, beside anybody else who does so.
+
+        An interrupt (Ctrl-C in the training thread) may break off anywhere in here: the chunk is then taken by somebody else, with
+        ``to_the_end`` also one that is given back late. No chunk counts as copied that is not, and none is copied again once it counts.
+        """
+        me = threading.get_ident()
         while True:
-            with self._lock:
-                chunk = next(self._chunks, None)
-                if chunk is None:
-                    if not self._running:
-                        self.copied.set()
+            with self._changed:
+                self._give_back(me)
+                while to_the_end and not self._untaken and len(self._copied) < len(self._chunks):
+                    self._changed.wait()
+                if not self._untaken:
                     return
-                self._running += 1
+                self._busy[me] = self._untaken[0]
+                self._untaken.popleft()
             try:
-                chunk()
-            except RuntimeError as error:  # torch's own copy of a strided tensor
+                self._chunks[self._busy[me]]()
+            except Exception as error:  # whatever torch raises for a strided copy: it fails this snapshot, not training
                 self._failed = error
-            finally:
-                with self._lock:
-                    self._running -= 1
+            except BaseException:
+                with self._changed:
+                    self._give_back(me)
+                raise
+            with self._changed:
+                self._copied.add(self._busy[me])
+                del self._busy[me]
+                if len(self._copied) == len(self._chunks):
+                    self.copied.set()
+                self._changed.notify_all()
+
+    def _give_back(self, me: int) -> None:
+        index = self._busy.pop(me, None)
+        if index is not None and index not in self._copied and index not in self._untaken:
+            self._untaken.appendleft(index)
+            self._changed.notify_all()
 
     def settle(self) -> None:
         """Compare, once, when the host's copies are over; from then on the tensors may change."""
@@ -286,9 +317,13 @@ class Staging:
                 if self.watch is not None:
                     self.judge(self.watch.changed())
                 if self._failed is not None:
-                    message = f"copying step {self.step} into the slab failed: {self._failed}"
-                    self.error = CheckpointError(message, step=self.step, kind="stage")
+                    self.fail(self._failed)
                 self.fenced.set()
+
+    def fail(self, error: Exception) -> None:
+        """Something nobody expected: this snapshot must not be sealed."""
+        message = f"copying step {self.step} into the slab failed: {error!r}"
+        self.error = CheckpointError(message, step=self.step, kind="stage", hint="training goes on; the next save tries again")
 
     def judge(self, torn: list[str]) -> None:
         """Remember which tensors changed, and fail the snapshot if any did."""
@@ -315,7 +350,7 @@ class Stager:
 
     def __init__(self, *, notice: Callable[[str], None], make_device: Callable[[torch.device], Device | None] = device_for) -> None:
         self._notice = notice
-        self._devices = _Devices(make_device)
+        self._devices = _Devices(make_device, notice)
         self._copies: dict[int, _Copies] = {}
         self.eager: frozenset[str] = frozenset()
         self._current: Staging | None = None
@@ -323,7 +358,7 @@ class Stager:
         self._wake = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
-        self.fence_s = 0.0
+        self._fence_s = 0.0
 
     def stage(
         self,
@@ -386,8 +421,14 @@ class Stager:
         for device, mark in staging.marks:
             device.hold_training(mark)
         staging.settle()
-        self.fence_s = time.perf_counter() - began
-        return self.fence_s
+        waited = time.perf_counter() - began
+        self._fence_s += waited
+        return waited
+
+    def take_fence_s(self) -> float:
+        """Seconds waited in fences since this was asked last."""
+        waited, self._fence_s = self._fence_s, 0.0
+        return waited
 
     def idle(self) -> None:
         """Wait until the snapshot under way is finished altogether (sealed or failed)."""
@@ -410,7 +451,7 @@ class Stager:
         self._copies.clear()
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="everystep-staging", daemon=True)
             self._thread.start()
 
@@ -421,25 +462,34 @@ class Stager:
                 staging, finish = self._current, self._finish
                 if staging is None or finish is None:
                     return
-            began = time.perf_counter()
-            with contextlib.ExitStack() as always:
-                always.callback(self._done)
-                always.callback(staging.fenced.set)
-                staging.work()
-                staging.copied.wait()
-                for _, mark in staging.marks:
-                    mark.wait()
-                staging.settle()
-                if staging.watch is not None:
-                    staging.judge(staging.watch.changed_remotely())
-                staging.stage_s = time.perf_counter() - began
-                if staging.torn:
-                    self.eager = self.eager | frozenset(staging.torn)
-                    self._notice(
-                        f"{len(staging.torn)} tensors changed between save and the optimizer step, the first is {staging.torn[0]!r}; "
-                        "they are copied inside save() from now on"
-                    )
+            try:
+                self._carry(staging)
+            except Exception as error:  # the thread's top: training must neither hang nor lose the reason
+                staging.fail(error)
+            finally:
+                staging.fenced.set()
+            try:
                 finish(staging)
+            finally:
+                self._done()
+                del staging, finish  # they hold the checkpointer, which may be dropped
+
+    def _carry(self, staging: Staging) -> None:
+        """Copy, wait for the accelerators, judge."""
+        began = time.perf_counter()
+        staging.work(to_the_end=True)
+        for _, mark in staging.marks:
+            mark.wait()
+        staging.settle()
+        if staging.watch is not None:
+            staging.judge(staging.watch.changed_remotely())
+        staging.stage_s = time.perf_counter() - began
+        if staging.torn:
+            self.eager = self.eager | frozenset(staging.torn)
+            self._notice(
+                f"{len(staging.torn)} tensors changed between save and the optimizer step, the first is {staging.torn[0]!r}; "
+                "they are copied inside save() from now on"
+            )
 
     def _done(self) -> None:
         with self._wake:
