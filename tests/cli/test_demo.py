@@ -18,12 +18,14 @@ import torch
 from rich.console import Console
 from torch.nn import functional
 
+from everystep.agent.memory import Room
 from everystep.cli import demo
 from everystep.demo import acts, export, show, watch
+from everystep.demo.compare import modes_of_round
 from everystep.demo.model import GPT, build
 from everystep.demo.sizes import SIZES
 from everystep.demo.text import Loader, read_text
-from everystep.errors import ConfigError
+from everystep.errors import CapacityError, ConfigError
 
 TINY = SIZES["0.1M"]
 COMMAND = [sys.executable, "-c", "import typer; from everystep.cli.demo import run; typer.run(run)"]
@@ -269,6 +271,54 @@ def test_a_resume_from_memory_loses_one_step_at_most(tier: str | None, step: int
     assert (memory.holds, disk.holds) == (holds, True)
 
 
+def test_rounds_of_the_others_are_left_out_first() -> None:
+    """With time for all, all are measured; with less, torch.save and DCP lose their rounds, and everystep's go on."""
+    costs = {"none": 1.0, "memory": 1.0, "disk": 1.0, "torch": 5.0, "dcp": 5.0}
+    assert modes_of_round({}, rounds=0, left_s=0.0) == ["none", "memory", "disk", "torch", "dcp"]
+    assert len(modes_of_round(costs, rounds=1, left_s=13 + 3 * 3)) == 5
+    assert modes_of_round(costs, rounds=1, left_s=13 + 3 * 3 - 0.1) == ["none", "memory", "disk"]
+    assert len(modes_of_round(costs, rounds=4, left_s=13)) == 5
+    assert modes_of_round(costs, rounds=1, left_s=3.0) == ["none", "memory", "disk"]
+    assert modes_of_round(costs, rounds=1, left_s=2.9) == []
+
+
+@pytest.mark.parametrize(
+    ("spread", "rounds", "ratio", "said"),
+    [
+        (0.05, 6, 1.01, None),
+        (0.05, 6, 0.98, "noisy"),
+        (0.05, 6, 0.996, None),
+        (0.3, 6, 1.01, "noisy"),
+        (0.3, 6, 0.8, "noisy"),
+        (0.0, 1, 1.01, "only 1 round:"),
+        (0.1, 2, 0.9, "only 2 rounds:"),
+    ],
+)
+def test_a_noisy_table_says_so(spread: float, rounds: int, ratio: float, said: str | None) -> None:
+    """A large spread, too few rounds, and a ratio below 1 never go without their note; a calm table has none."""
+    rows = [{"mode": "none", "ratio": 1.0, "spread": spread, "rounds": rounds}, {"mode": "memory", "ratio": ratio, "rounds": rounds}]
+    note = acts.noise_note(rows)
+    assert (note == "") == (said is None)
+    assert (said or "") in note
+    assert "\n" not in note
+
+
+@pytest.mark.parametrize(("memory", "disk", "missing"), [(10**9, 10**15, "of memory"), (10**15, 10**9, "of disk"), (10**15, 10**15, "")])
+def test_a_model_that_does_not_fit_is_refused_before_anything_starts(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, memory: int, disk: int, missing: str
+) -> None:
+    """The error has what is needed and what is free; what fits passes."""
+    monkeypatch.setattr(demo, "memory_room", lambda: Room(memory, "told by the test"))
+    monkeypatch.setattr(demo.shutil, "disk_usage", lambda _: type("Usage", (), {"free": disk}))
+    if not missing:
+        demo.check_room(SIZES["345M"], "345M", tmp_path / "not" / "there")
+        return
+    with pytest.raises(CapacityError, match=missing) as caught:
+        demo.check_room(SIZES["345M"], "345M", tmp_path / "not" / "there")
+    assert "1.0 GB are free" in caught.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("steps", [8, 16, 40, 1000])
 def test_kills_come_in_the_middle_and_apart(steps: int) -> None:
     """There are steps before, between and after them."""
@@ -310,6 +360,10 @@ def test_the_whole_demo_with_a_tiny_model(tmp_path: pathlib.Path) -> None:
     assert [event["tier"] for event in document["resumes"]] == ["memory", "disk"]
     assert [row["mode"] for row in document["rows"]] == ["none", "memory", "disk", "torch", "dcp"]
     assert "kill -9 to the trainer and to the agent" in done.stderr
+    for word in ("everystep ls", "everystep show", "everystep doctor", str(target / "run")):
+        assert word in done.stderr.rpartition("Every promise held")[2]
+    assert document["rows"][0]["rounds"] >= document["rows"][3]["rounds"] >= 1
+    assert ("noisy" in done.stderr or "only" in done.stderr) or not any(row["ratio"] < 0.995 for row in document["rows"])
     assert sorted(path.name for path in target.iterdir()) == ["export", "run"]
     weights = target / "export" / "model.safetensors"
     assert weights.stat().st_nlink == 2

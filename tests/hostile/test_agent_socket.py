@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -10,13 +11,16 @@ import time
 import msgspec
 import pytest
 
-from everystep.agent import messages
+from everystep import protocol
+from everystep.agent import client as client_module
+from everystep.agent import messages, server
 from everystep.agent.client import AgentClient, find_agents
 from everystep.agent.memory import Room
 from everystep.agent.runtime import Place, runtime_dir
 from everystep.agent.server import AgentServer
+from everystep.agent.serving import accept
 from everystep.agent.wire import Channel
-from everystep.errors import AgentError, CapacityError, ConfigError, ConflictError, NotFoundError, rebuild
+from everystep.errors import AgentError, CapacityError, ConfigError, ConflictError, CorruptionError, NotFoundError, rebuild
 from everystep.manifest import TensorSpec
 from everystep.plan import SavePlan, plan_save
 from everystep.policy import Cadence, Keep
@@ -359,3 +363,119 @@ def test_peer_that_does_not_read_stops_nobody(here):
     assert time.monotonic() - began < 10
     sock.shutdown(socket.SHUT_RDWR)
     thread.join(10)
+
+
+def test_failing_accept_does_not_end_the_agent(here, tmp_path, monkeypatch):
+    """No descriptors left, a peer that gave up, no thread left: the agent takes the next connection; a closed listener is the end."""
+    place = Place.of_run(runtime_dir(), here.repository.run_id, str(tmp_path / "run"))
+    listener = place.listen()
+    troubles = [OSError(errno.EMFILE, "too many open files"), OSError(errno.ECONNABORTED, "aborted"), None]
+
+    class Troubled:
+        def accept(self):
+            if troubles and (trouble := troubles.pop(0)) is not None:
+                raise trouble
+            return listener.accept()
+
+        def fileno(self):
+            return listener.fileno()
+
+    real, refused = AgentServer.adopt, []
+
+    def adopt(server, channel):
+        if not refused:
+            refused.append(channel)
+            raise RuntimeError("can't start new thread")
+        return real(server, channel)
+
+    monkeypatch.setattr(AgentServer, "adopt", adopt)
+    thread = threading.Thread(target=accept, args=(Troubled(), here.server), daemon=True)
+    thread.start()
+    with place.connect(timeout_s=10) as sock:
+        assert sock.recv(1) == b""  # this one there was no thread for
+    client = AgentClient.connect(run_url=str(tmp_path / "run"), run_id=here.repository.run_id, role="visitor", spawn=False)
+    counters = client.stats()["counters"]
+    assert (counters["accept_failures"], counters["unexpected_errors"]) == (2, 1)
+    client.close()
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    assert not thread.is_alive()
+    listener.close()
+
+
+@pytest.mark.parametrize("name", ["decode", "_check_bounds"])
+def test_snapshot_that_cannot_be_trusted_is_let_go(here, monkeypatch, name):
+    """A client that refuses what it got does not keep the slab from being filled again, nor its other hold from being one."""
+    trainer, visitor = here.trainer(), here.client(role="visitor")
+    slab = seal(trainer, here, 1)
+
+    def refuse(*_, **__):
+        raise CorruptionError("that is no manifest")
+
+    with visitor.take(slab.id):
+        with monkeypatch.context() as patched:
+            patched.setattr(client_module, name, refuse)
+            with pytest.raises(CorruptionError):
+                visitor.take(slab.id).__enter__()
+        visitor.snapshots()
+        assert len(here.server._state.slabs[slab.id].readers) == 1
+    assert here.server._state.slabs[slab.id].readers == ()
+
+
+def seal(client, here, step, plan=None, **how):
+    plan = plan or plan_save([TensorSpec("model.w", "F32", (10,), "model")], aliases={})
+    slab = client.lease(plan, step)
+    attempt = here.repository.newest_attempt()
+    client.seal(slab, plan=plan, step=step, attempt=attempt, saved_at=0.0, values=b"{}", metrics={}, bound=False, pin=False, timings_s={}, **how)
+    return slab
+
+
+def test_changing_shapes_do_not_pile_up(here, monkeypatch):
+    """A state with new shapes each step: neither side remembers more plans than it may, by number or by bytes, and old ones still work."""
+    plans = [plan_save([TensorSpec("model.w", "F32", (n + 1,), "model")], aliases={}) for n in range(100)]
+    client = here.trainer()
+    for step, plan in enumerate(plans):
+        client.give_back(client.lease(plan, step))
+    assert len(client._prepared) <= 64
+    assert len(here.server._plans) <= 64 + 3
+    monkeypatch.setattr(server, "_PLANS_NBYTES", 3 * len(plans[0].files[0].header))
+    client.give_back(client.lease(plans[0], 100))
+    assert len(here.server._plans) <= 3 + 3
+    client.give_back(client.lease(plans[60], 101))  # the client thinks that the agent knows it
+
+
+def test_what_was_told_of_persists_is_not_kept(here, monkeypatch):
+    """Timings and errors of persists are gone once they are told, with or without somebody to tell."""
+    client = here.trainer()
+    seal(client, here, 1)
+    assert client.drain(timeout_s=10).complete
+    monkeypatch.setattr(Repository, "commit", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
+    seal(client, here, 2)
+    assert not client.drain(timeout_s=10).complete
+    assert (here.server._timings, here.server._errors) == ({}, {})
+
+
+def test_idle_agent_keeps_trying_before_it_gives_a_snapshot_up(tmp_path, monkeypatch, caplog):
+    """F54: after the last trainer's end the snapshot that cannot be persisted is tried again and again; its loss is an error in the log."""
+    monkeypatch.setattr(protocol, "IDLE_RETRY_S", 0.02)
+    monkeypatch.setattr(protocol, "IDLE_GIVE_UP_S", 0.2)
+    tries = []
+
+    def broken(*_):
+        tries.append(1)
+        raise OSError(5, "broken")
+
+    monkeypatch.setattr(Repository, "commit", broken)
+    here = Here(tmp_path)
+    ended = threading.Event()
+    here.server.on_end(ended.set)
+    client = here.trainer()
+    here.server._state.idle_s = 0.01
+    seal(client, here, 7)
+    with caplog.at_level("ERROR", logger="everystep"):
+        client.close(bye=False)
+        assert ended.wait(10)
+    here.server.close()
+    assert len(tries) > 2
+    assert here.server.end_reason == "idle"
+    assert any(record.message.startswith("step 7 of attempt 1 is lost") and "broken" in record.message for record in caplog.records)

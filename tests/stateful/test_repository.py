@@ -32,6 +32,7 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
         self.committed = {}
         self.gone = set()
         self.pinned = set()
+        self.alive = set()
         self.pending = {}
         self.holds = contextlib.ExitStack()
         self.held = set()
@@ -81,7 +82,7 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
 
     def commit(self, key):
         manifest, metrics = self.pending.pop(key)
-        if key in self.gone or key.attempt < self.attempt:
+        if key in self.gone or not self.awaited(key):
             try:
                 self.repository.commit(manifest)
             except ConflictError:
@@ -91,6 +92,14 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
         else:
             self.repository.commit(manifest)
             self.committed[key] = metrics
+
+    def awaited(self, key):
+        """Whether the newest attempt is, or goes on from, what would be committed."""
+        attempt, limit = self.attempt, math.inf
+        while attempt is not None and attempt != key.attempt:
+            parent = self.parents[attempt]
+            attempt, limit = (parent.attempt, parent.step) if parent else (None, 0)
+        return attempt is not None and key.step <= limit
 
     @stateful.precondition(lambda self: self.committed)
     @stateful.rule(data=st.data(), scratch=st.integers(0, 4))
@@ -150,9 +159,11 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
     def sweep(self, alive):
         if alive:
             self.repository.renew(self.attempt, now=0.0, ttl_s=100.0)
-        swept = {key for key in self.pending if key.attempt < self.attempt or not alive}
-        if not alive:
+            self.alive.add(self.attempt)
+        else:
             self.repository.renew(self.attempt, now=0.0, ttl_s=0.0)
+            self.alive.discard(self.attempt)
+        swept = {key for key in self.pending if key.attempt not in self.alive or not self.awaited(key)}
         self.repository.sweep(self.repository.plan_sweep(now=50.0))
         self.gone |= swept
 

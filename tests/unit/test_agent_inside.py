@@ -8,10 +8,14 @@ import time
 import pytest
 import xxhash
 
-from everystep.agent import messages
+from everystep import protocol
+from everystep.agent import client as client_module
+from everystep.agent import messages, server
+from everystep.agent import persist as persisting
 from everystep.agent.client import AgentClient
+from everystep.agent.memory import Mapping
 from everystep.errors import AgentError, ConflictError, NotFoundError
-from everystep.manifest import TensorSpec
+from everystep.manifest import TensorSpec, block_digests
 from everystep.plan import plan_save
 from everystep.policy import Cadence, Keep
 from everystep.repository import CheckpointKey, Repository
@@ -39,13 +43,13 @@ class Trainer:
             assert self.changed.wait_for(there, 10), (what, step, self.events)
             return there()
 
-    def save(self, step, *, bound=False, pin=False, metrics=None):
+    def save(self, step, *, bound=False, pin=False, must=False, metrics=None):
         slab = self.client.lease(self.plan, step)
         assert not isinstance(slab, messages.NoSlab), slab
         (placement,) = self.plan.placements
         slab.view[placement.slab_offset : placement.slab_offset + 5000] = bytes([step]) * 5000
         self.client.seal(slab, plan=self.plan, step=step, attempt=self.attempt, saved_at=1.0 * step, values=b'{"a":1}', metrics=metrics or {},
-                         bound=bound, pin=pin, timings_s={"stage": 0.25, "call": 0.5})  # fmt: skip
+                         bound=bound, pin=pin, must=must, timings_s={"stage": 0.25, "call": 0.5})  # fmt: skip
 
     def steps(self):
         return sorted(key.step for key in self.repository.keys())
@@ -201,3 +205,146 @@ def test_lost_is_told_once(trainer):
     assert not one.client.alive
     with pytest.raises(AgentError, match="gone"):
         one.client.snapshots()
+
+
+class Once:
+    """Raises what nobody foresaw the first time it is called, and calls the real thing from then on."""
+
+    def __init__(self, real, times=1):
+        self.real, self.left, self.again = real, times, threading.Event()
+
+    def __call__(self, *args, **named):
+        if self.left:
+            self.left -= 1
+            raise ValueError("nobody foresaw this")
+        self.again.set()
+        return self.real(*args, **named)
+
+
+@pytest.mark.parametrize("what", ["forget_unkept", "sweep_leftovers"])
+def test_error_after_the_commit_does_not_end_the_persists(trainer, monkeypatch, what):
+    """Whatever retention or the sweep raises, the snapshot is durable, the error is counted, and the next ones are persisted."""
+    monkeypatch.setattr(server, what, Once(getattr(server, what)))
+    one = trainer()
+    one.save(1, bound=True)
+    one.wait("committed", 1)
+    one.save(2, bound=True)
+    one.wait("committed", 2)
+    assert one.client.drain(timeout_s=10).complete
+    assert one.steps() == [1, 2]
+    assert one.client.stats()["counters"]["unexpected_errors"] == 1
+
+
+def test_action_that_fails_does_not_swallow_the_others(trainer, monkeypatch):
+    """When telling of a commit fails, the persist that was to start with it starts all the same."""
+    one = trainer()
+    monkeypatch.setitem(server.AgentServer._actions, protocol.Notify, Once(server.AgentServer._actions[protocol.Notify]))
+    gate = threading.Event()
+    real = Repository.commit
+    monkeypatch.setattr(Repository, "commit", lambda *args: gate.wait(10) and real(*args))
+    one.save(1, must=True)
+    one.save(2, must=True)
+    gate.set()
+    one.wait("committed", 2)
+    assert one.steps() == [1, 2]
+
+
+def test_background_work_goes_on_after_an_error(trainer, monkeypatch):
+    """The chores, the clock and the prefaulting each survive an error that nobody foresaw, and count it."""
+    monkeypatch.setattr(server, "_TIMER_PAUSE_S", 0.0)
+    tick, populate, record = Once(protocol.next_tick_at), Once(Mapping.populate), Once(Repository.record_metrics)
+    monkeypatch.setattr(protocol, "next_tick_at", tick)
+    monkeypatch.setattr(Repository, "record_metrics", lambda *args: record(*args))  # noqa: PLW0108 - to be bound as a method
+    monkeypatch.setattr(Mapping, "populate", lambda mapping: populate(mapping) if threading.current_thread().name == "everystep-prefault" else None)
+    one = trainer()
+    one.save(1, bound=True)
+    one.wait("committed", 1)
+    one.client._timeout_s = 0.05  # nobody answers the one that fails
+    with pytest.raises(AgentError, match="did not answer"):
+        one.client.record_metrics(step=1, attempt=1, metrics={"a": 1.0})
+    one.client._timeout_s = 30.0
+    one.client.record_metrics(step=1, attempt=1, metrics={"b": 2.0})
+    assert one.repository.metrics(CheckpointKey(1, 1)) == {"b": 2.0}
+    assert tick.again.wait(10)
+    assert populate.again.wait(10)
+    assert one.client.stats()["counters"]["unexpected_errors"] == 3
+
+
+def test_pinned_and_kept_saves_reach_the_disk_whatever_follows(trainer, monkeypatch):
+    """A save that must reach the disk, and a pinned one, are committed although bound ones are sealed while they wait."""
+    one = trainer()
+    gate = threading.Event()
+    real = Repository.commit
+    monkeypatch.setattr(Repository, "commit", lambda *args: gate.wait(10) and real(*args))
+    one.save(1, must=True)
+    one.save(2, pin=True)
+    one.save(3, bound=True)
+    refused = one.client.lease(one.plan, 4)
+    assert refused.kind == "busy"
+    gate.set()
+    for step in (1, 2, 3):
+        one.wait("committed", step)
+    assert one.steps() == [1, 2, 3]
+    one.save(4)
+
+
+def test_hashing_for_a_reader_holds_up_nothing_else(trainer, monkeypatch):
+    """While a snapshot is hashed for a reader, the attempt stays alive and metrics are recorded; the reader waits longer the more there is."""
+    monkeypatch.setattr(server, "RENEW_S", 0.01)
+    monkeypatch.setattr(client_module, "_TAKE_S_PER_BYTE", 1.0)
+    renewed, hashing, gate, found = threading.Event(), threading.Event(), threading.Event(), []
+    one = trainer()
+    one.save(1, bound=True)
+    one.wait("committed", 1)
+    one.save(2)
+
+    def digests(view):
+        hashing.set()
+        assert gate.wait(10)
+        return block_digests(view)
+
+    monkeypatch.setattr(persisting, "block_digests", digests)
+    slab = one.client.snapshots()[0].slab
+    one.client._timeout_s = 0.0  # what is left is for the bytes
+
+    def read():
+        with one.client.take(slab) as taken:
+            found.append(taken.manifest.step)
+            one.client._timeout_s = 30.0
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert hashing.wait(10)
+    one.client._timeout_s = 30.0
+    monkeypatch.setattr(Repository, "renew", lambda *_, **__: renewed.set())
+    assert renewed.wait(10)
+    one.client.record_metrics(step=1, attempt=1, metrics={"a": 1.0})
+    gate.set()
+    reader.join(10)
+    assert found == [2]
+
+
+def test_slow_store_does_not_stop_the_renewals(trainer, monkeypatch):
+    """While a chore waits for the store, the attempt is renewed."""
+    monkeypatch.setattr(server, "RENEW_S", 0.01)
+    renewed, recording, gate = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(Repository, "record_stats", lambda *_: recording.set() or gate.wait(10))
+    one = trainer()
+    one.save(1)
+    assert recording.wait(10)
+    monkeypatch.setattr(Repository, "renew", lambda *_, **__: renewed.set())
+    assert renewed.wait(10)
+    gate.set()
+
+
+def test_reader_is_told_of_what_nobody_foresaw(trainer, monkeypatch):
+    """A snapshot that cannot be described is an error at once, and is not held."""
+    one = trainer()
+    one.save(1)
+    manifest = Once(persisting.Snapshot.manifest)
+    monkeypatch.setattr(persisting.Snapshot, "manifest", lambda *args: manifest(*args))  # noqa: PLW0108 - to be bound as a method
+    slab = one.client.snapshots()[0].slab
+    with pytest.raises(AgentError, match="nobody foresaw"):
+        one.client.take(slab).__enter__()
+    with one.client.take(slab) as taken:
+        assert taken.manifest.step == 1

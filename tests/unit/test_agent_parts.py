@@ -5,12 +5,14 @@ import fcntl
 import mmap
 import os
 import random
+import resource
 import socket
 import statistics
+import time
 
 import pytest
 
-from everystep.agent import messages
+from everystep.agent import client, messages
 from everystep.agent.memory import Mapping, SlabMemory, memory_room
 from everystep.agent.runtime import Place
 from everystep.agent.stats import AgentStats, Histogram, stored
@@ -190,6 +192,25 @@ def test_channel_refuses_what_is_too_long():
     with contextlib.closing(Channel(right)) as channel, pytest.raises(AgentError, match="longer than"):
         channel.receive()
     left.close()
+
+
+def test_waits_for_descriptors_of_any_number():
+    """A trainer with more than a thousand open files still hears that its agent has come up, and of a silence that it is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        reading, writing = os.pipe()
+        high = fcntl.fcntl(reading, fcntl.F_DUPFD_CLOEXEC, 1500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert client._said(high, time.monotonic() - 1.0) is None
+    os.write(writing, b"ready")
+    assert client._said(high, time.monotonic() + 10.0) == b"ready"
+    os.write(writing, b"why not")
+    os.close(writing)
+    assert client._said(high, time.monotonic() + 10.0) == b"why not"
+    os.close(reading)
+    os.close(high)
 
 
 def test_one_lock_for_each_run(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -21,6 +22,7 @@ from everystep.errors import (
 from everystep.manifest import FORMAT, encode, merge
 from everystep.policy import Keep
 from everystep.repository import Attempt, CheckpointKey, Repository
+from everystep.repository.records import KnownReferences
 from everystep.store.local import LocalStore
 from everystep.testing import CrashingStore, SimDisk
 from everystep.testing.samples import FILE_NAME, payload, persist, sample_part
@@ -301,21 +303,96 @@ def test_metrics(run):
     assert run.metrics(save(run, 4)) == {}
 
 
-def test_metrics_before_the_commit(run):
-    """Metrics recorded while the checkpoint is still being written are not lost."""
-    manifest = persist(run, key(3), metrics={"loss": 0.5})
+def test_metrics_of_what_is_not_there(run):
+    """Metrics of a checkpoint that was never committed, or is forgotten, are refused, and nothing of them stays."""
+    persist(run, key(3))
+    run.forget(save(run, 4, metrics={"loss": 1.0}))
+    for one in (key(3), key(4), key(5)):
+        with pytest.raises(NotFoundError, match="no checkpoint of step") as caught:
+            run.record_metrics(one, {"val": 1.0})
+        assert caught.value.kind == "no-checkpoint"
+    assert list(run.store.list("metrics/")) == []
+
+
+def test_metrics_that_lose_against_forget(run):
+    """A checkpoint that is forgotten while its metrics are being written: they do not stay, whoever was faster; the caller is told."""
+    save(run, 3, metrics={"loss": 0.5})
+    replace = run.store.replace
+
+    def slow_replace(name, data):
+        Repository(run.store).forget(key(3), sole_committer=True)
+        replace(name, data)
+
+    run.store.replace = slow_replace
+    with pytest.raises(NotFoundError):
+        run.record_metrics(key(3), {"val": 1.0})
+    assert list(run.store.list("metrics/")) == []
+
+
+def test_metrics_during_a_deletion_that_is_called_off(run):
+    """A tombstone that is taken back again costs no metrics."""
+    save(run, 3, metrics={"loss": 0.5})
+    replace = run.store.replace
+
+    def slow_replace(name, data):
+        run.store.create(f"forgotten/{key(3)}.json", encode("forgotten", {}))
+        replace(name, data)
+
+    run.store.replace = slow_replace
     run.record_metrics(key(3), {"val": 1.0})
-    run.commit(manifest)
+    run.store.delete(f"forgotten/{key(3)}.json")
     assert run.metrics(key(3)) == {"loss": 0.5, "val": 1.0}
 
 
-def test_metrics_record_lost(run, disk):
-    """A damaged metrics record gives way to the manifest's own, and never breaks retention."""
+def test_metrics_record_lost(run, disk, caplog):
+    """A damaged metrics record gives way to the manifest's own, in the log, and never breaks retention."""
     save(run, 3, metrics={"loss": 0.5})
+    run.record_metrics(key(3), {"top": 2.0})
     disk.flip(f"/run/metrics/{key(3)}.json", 300)
     assert run.metrics(key(3)) == {"loss": 0.5}
+    assert caplog.messages == []
     run.record_metrics(key(3), {"val": 1.0})
-    assert run.metrics(key(3)) == {"val": 1.0}
+    assert run.metrics(key(3)) == {"loss": 0.5, "val": 1.0}
+    assert [f"metrics/{key(3)}.json" in message and "is lost" in message for message in caplog.messages] == [True]
+
+
+def test_damaged_metrics_record_is_made_again(run, disk):
+    """A damaged record is written again, also when the new metrics are none, and a newer format's is left alone."""
+    save(run, 3, metrics={"loss": 0.5})
+    name = f"metrics/{key(3)}.json"
+    disk.flip(f"/run/{name}", 300)
+    run.record_metrics(key(3), {})
+    assert run.metrics(key(3)) == {"loss": 0.5}
+    newer = b'{"format":%d,"kind":"metrics"}' % (FORMAT + 1)
+    run.store.replace(name, newer)
+    with pytest.raises(ConfigError, match="upgrade"):
+        run.record_metrics(key(3), {"val": 1.0})
+    assert run.store.get(name) == newer
+
+
+def test_metrics_from_several_threads(run, disk):
+    """Two writers of one record at the same moment: neither takes back what the other wrote."""
+    save(run, 3, metrics={"loss": 0.5})
+    barrier = threading.Barrier(2)
+
+    class Meeting(LocalStore):
+        """Both readers have read before either writes, if nothing keeps them apart."""
+
+        def get(self, name):
+            data = super().get(name)
+            if name.startswith("metrics/"):
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    barrier.wait(0.2)
+            return data
+
+    writers = [
+        threading.Thread(target=Repository(Meeting("/run", disk=disk)).record_metrics, args=(key(3), {name: 1.0})) for name in ("a", "b")
+    ]
+    for thread in writers:
+        thread.start()
+    for thread in writers:
+        thread.join(10)
+    assert run.metrics(key(3)) == {"loss": 0.5, "a": 1.0, "b": 1.0}
 
 
 def test_verified_and_pins(run):
@@ -438,6 +515,7 @@ def test_unreadable_manifest_blocks(run, disk):
     persist(run, key(4))
     persist(run, key(6))
     disk.flip(f"/run/manifests/{key(5)}.json", 1000)
+    run = Repository(run.store)  # another process: this one has seen that manifest when it was whole
     run.forget(key(3))
     assert run.store.get(run.data_key(key(3), FILE_NAME)) == payload(key(3))
     planned = run.plan_sweep(now=LATER)
@@ -459,6 +537,96 @@ def test_retention_in_a_run(run):
     decided = run.retention(Keep(last=2, best=1, metric="loss"), now=1.0)
     assert {one.step for one in decided if one.keep} == {2, 3, 4}
     assert {one.step for one in decided} == {1, 2, 3, 4}
+
+
+def counting(run):
+    """Names of the objects that are read from now on."""
+    reads, get = [], run.store.get
+
+    def count(name):
+        reads.append(name)
+        return get(name)
+
+    run.store.get = count
+    return reads
+
+
+def rounds(run, first, last):
+    """What the agent does again and again: a commit, retention, and forgetting what is not kept."""
+    for step in range(first, last):
+        save(run, step)
+        for kept in run.retention(Keep(last=20), now=1.0):
+            if not kept.keep:
+                run.forget(CheckpointKey.parse(kept.key), sole_committer=True)
+
+
+def test_steady_retention_reads_each_manifest_once(run, disk):
+    """With 20 kept, a commit and a deletion read no manifest again: not in the process that committed them, and once in another one."""
+    rounds(run, 1, 21)
+    reads = counting(run)
+    rounds(run, 21, 26)
+    assert [name for name in reads if name.startswith("manifests/")] == []
+    other = Repository(LocalStore("/run", disk=disk))
+    reads = counting(other)
+    rounds(other, 26, 27)
+    assert sorted(name for name in reads if name.startswith("manifests/")) == [f"manifests/{key(step)}.json" for step in range(7, 26)]
+    reads.clear()
+    rounds(other, 27, 32)
+    assert [name for name in reads if name.startswith("manifests/")] == []
+    assert [one.step for one in other.keys()] == list(range(12, 32))
+    assert other.store.folders("data/") == [str(key(step)) for step in range(12, 32)]
+
+
+def test_steady_retention_asks_for_names_alone(run):
+    """With few or many kept, a commit and a deletion take the same number of the store's operations."""
+    def operations(kept):
+        store = CrashingStore(run.store)
+        asked = []
+
+        def counted(name, real):
+            return lambda *args: asked.append(name) or real(*args)
+
+        for name in ("list", "get", "size", "folders"):
+            setattr(store, name, counted(name, getattr(store, name)))
+        repository = Repository(store)
+        for step in range(kept * 100, kept * 100 + kept):
+            save(repository, step)
+        repository.forget(key(kept * 100))
+        asked.clear()
+        store.operations.clear()
+        save(repository, kept * 100 + kept)
+        repository.retention(Keep(last=kept), now=1.0)
+        repository.forget(key(kept * 100 + 1))
+        return len(asked), len(store.operations)
+
+    assert operations(3) == operations(12)
+
+
+def test_references_of_a_manifest_that_was_made_again(run, disk):
+    """A key that is forgotten and committed again by another process refers to what the new manifest says."""
+    save(run, 3)
+    save(run, 5)
+    run.forget(save(run, 1))  # now the references of both are known
+    other = Repository(LocalStore("/run", disk=disk))
+    other.forget(key(5), sole_committer=True)
+    save(other, 5, base=key(3))
+    run.forget(key(3), sole_committer=True)
+    assert wrongs(run, key(5)) == {}
+
+
+def test_known_references_are_bounded():
+    """Beyond the bound nothing is remembered, and what is dropped makes room again."""
+    known = KnownReferences()
+    known.BOUND = 5
+    assert known.put(key(1), 10, [f"data/{key(1)}/x", f"data/{key(0)}/x"]) == {f"data/{key(0)}/x"}
+    known.put(key(2), 10, [])
+    assert known.get(key(1), 10) == {f"data/{key(0)}/x"}
+    assert known.get(key(1), 11) is None
+    known.put(key(3), 10, ["a", "b", "c"])
+    assert known.get(key(3), 10) is None
+    known.keep({key(2)})
+    known.put(key(3), 10, ["a", "b", "c"])
+    assert (known.get(key(1), 10), known.get(key(2), 10), known.get(key(3), 10)) == (None, frozenset(), {"a", "b", "c"})
 
 
 def test_retention_reads_no_manifests(run):
@@ -534,7 +702,7 @@ def test_interrupted_deletion_of_what_is_protected_now(run):
 def test_sweep_of_records_and_tombstones(run):
     """Expired holds, records of what is gone, and tombstones of attempts that are over go; those of the newest attempt stay."""
     save(run, 3)
-    run.record_metrics(key(9), {"loss": 1.0})
+    run.store.put(f"metrics/{key(9)}.json", b"{}")
     run.store.put(f"holds/{key(3)}/{1000 * 50:013d}-aa.json", b"{}")
     run.store.put(f"holds/{key(3)}/{1000 * 500:013d}-bb.json", b"{}")
     run.forget(save(run, 4))
@@ -576,6 +744,96 @@ def test_files_of_others_are_left_alone(run):
     assert run.keys() == [key(3)]
     assert run.plan_sweep(now=LATER) == []
     assert run.newest_attempt() == 1
+
+
+STRAYS = (".DS_Store", "README", "²", "9", "._{key}.json", "{key} (copy).json", "{key}.json~", "folder/x", "{key}.json/x", "³/²-aa.json",
+          "{key}/deep/er/x", "000009 (copy).json", "0000009.json", "000009.json/x", "000008.claim", "²²²²²².json", "lost\udcff.json")  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["manifests", "forgotten", "pins", "holds", "verified", "metrics", "stats", "alive", "attempts", "data", "exports"])
+def test_stray_names_in_any_folder(run, folder):
+    """Files and folders that others put among the records break nothing, count for nothing and stay."""
+    one = save(run, 3, metrics={"loss": 0.5})
+    save(run, 4)
+    run.record_stats(1, {"pid": 7})
+    run.renew(1, now=0.0, ttl_s=1e6)
+    before = {name for name, _ in run.store.list("")}
+    for stray in STRAYS:
+        run.store.put(f"{folder}/{stray.format(key=key(77))}", b"mine")
+    if folder == "holds":
+        run.store.put(f"holds/{one}/.DS_Store", b"mine")
+        run.store.put(f"holds/{one}/²-aa.json", b"mine")
+    strays = {name for name, _ in run.store.list("")} - before
+    if folder == "data":
+        strays = {name for name in strays if not name.startswith(f"data/{key(77)}/")}  # that folder's name is one of ours
+    assert run.keys() == run.lineage()[::-1] == [one, key(4)]
+    assert run.find(None) == key(4)
+    assert wrongs(run, one) == {}
+    assert {kept.step: kept.keep for kept in run.retention(Keep(last=1, best=1, metric="loss"), now=1.0)} == {3: True, 4: True}
+    assert (run.newest_attempt(), run.problems(), run.is_alive(1, now=1.0)) == (1, [], True)
+    assert run.read_stats() == {1: {"pid": 7}}
+    assert not run.held(one, now=0.0)
+    assert run.plan_sweep(now=10.0) == []
+    run.sweep(run.plan_sweep(now=LATER))
+    second = run.start_attempt(parent=one, now=2.0).attempt
+    assert second == 2
+    save(run, 5, second)
+    run.forget(key(4))
+    run.sweep(run.plan_sweep(now=LATER))
+    assert run.keys() == [one, key(5, second)]
+    assert strays <= {name for name, _ in run.store.list("")}
+
+
+def test_stats_of_a_newer_format(run):
+    """Statistics of a newer format are left out, and do not break those that can be read."""
+    run.record_stats(1, {"pid": 7})
+    run.store.put("stats/000002.json", b'{"format":%d,"kind":"stats"}' % (FORMAT + 1))
+    assert run.read_stats() == {1: {"pid": 7}}
+
+
+def test_orphan_records_of_the_live_attempt(run):
+    """Metrics of the live attempt go when they are older than all it keeps; newer ones, and pins, may belong to a save on its way."""
+    run.renew(1, now=0.0, ttl_s=1e6)
+    save(run, 5)
+    for name in (f"metrics/{key(2)}", f"verified/{key(2)}", f"pins/{key(2)}", f"metrics/{key(6)}"):
+        run.store.put(f"{name}.json", b"{}")
+    assert list(reasons(run.plan_sweep(now=1.0))) == [f"verified/{key(2)}.json", f"metrics/{key(2)}.json"]
+
+
+def test_sweep_leaves_what_may_still_be_committed(run):
+    """Data of an older attempt that the newest goes on from stays while that attempt is alive, and its commit is accepted; the rest goes."""
+    save(run, 1)
+    run.renew(1, now=0.0, ttl_s=100.0)
+    wanted, abandoned = persist(run, key(3)), persist(run, key(4))
+    second = run.start_attempt(parent=key(3), now=1.0).attempt  # restored from memory: the disk is to have it soon
+    run.renew(second, now=0.0, ttl_s=1000.0)
+    assert list(reasons(run.plan_sweep(now=50.0))) == [f"data/{key(4)}/"]
+    assert list(reasons(run.plan_sweep(now=50.0, sole_committer=True))) == [f"data/{key(4)}/"]
+    assert list(reasons(run.plan_sweep(now=150.0))) == [f"data/{key(3)}/", f"data/{key(4)}/"]
+    run.sweep(run.plan_sweep(now=50.0))
+    run.commit(wanted)
+    with pytest.raises(ConflictError):
+        run.commit(abandoned)
+    assert run.lineage() == [key(3), key(1)]
+    assert wrongs(run, key(3)) == {}
+
+
+def test_hold_behind_another_ones_tombstone(run):
+    """A tombstone that was there already does not keep a reader's hold from being seen."""
+    one = save(run, 3)
+    tombstone = encode("forgotten", {})
+    create = run.store.create
+
+    def other_was_faster(name, data):
+        create(name, tombstone)
+        run.store.put(f"holds/{one}/{int((time.time() + 100) * 1000):013d}-aa.json", b"{}")
+        return create(name, data)
+
+    run.store.create = other_was_faster
+    with pytest.raises(ConflictError, match="being read"):
+        run.forget(one)
+    assert run.store.get(f"manifests/{one}.json")
+    assert run.store.get(run.data_key(one, FILE_NAME)) == payload(one)
 
 
 # -- verifying --------------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -167,3 +169,9 @@ def test_buffers_read(offset, nbytes):
         buffers.give_back(view)
         with pytest.raises(CorruptionError):
             buffers.read(store, "x", offset, 10_001 - offset)
+
+
+def test_imports_what_is_declared_alone():
+    """What happens to be installed with torch is no dependency: storage is imported without it."""
+    code = "import sys; sys.modules['typing_extensions'] = None; import everystep.transfer, everystep.repository"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

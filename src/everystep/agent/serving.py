@@ -119,7 +119,11 @@ def accept(listener: socket.socket, server: AgentServer) -> None:
         except Exception as error:  # the thread's top: without it nobody finds the agent, while its lock keeps others away
             if listener.fileno() < 0 or (isinstance(error, OSError) and error.errno in _CLOSED):
                 return
-            server.unexpected("taking connections", error)
+            if isinstance(error, OSError):
+                server.stats.count("accept_failures")
+                _log.warning("a connection could not be taken: %s", error)
+            else:
+                server.unexpected("taking a connection", error)
             if server.wait_closed(pause_s):
                 return
             pause_s = min(_ACCEPT_PAUSE_MAX_S, 2 * pause_s)

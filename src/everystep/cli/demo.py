@@ -1,4 +1,4 @@
-"""``everystep demo``: train a small GPT, kill it twice, show that nothing was lost, and what it cost."""
+"""``everystep demo``: train a small GPT, kill it twice, show what comes back, and what it cost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 import platform
+import shlex
+import shutil
 import signal
 import statistics
 import tempfile
@@ -21,10 +23,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from everystep.demo.acts import TORCH_CACHE, DemoFailedError, Setting, Training, clean_up, compare, sample, train
+from everystep import errors
+from everystep.agent.memory import memory_room
+from everystep.cli.doctor import existing
+from everystep.cli.exits import guarded
+from everystep.demo.acts import TORCH_CACHE, DemoFailedError, Setting, Training, clean_up, compare, noise_note, sample, train
 from everystep.demo.export import export
 from everystep.demo.show import Stage, nbytes_text, printable, seconds_text
-from everystep.demo.sizes import SIZES
+from everystep.demo.sizes import SIZES, Size
 from everystep.demo.watch import Event
 
 _LABELS = {
@@ -50,26 +56,35 @@ def _threads() -> int:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+@guarded
 def run(
-    params: Annotated[str, typer.Option("--params", help="Size of the model: 11M takes under three minutes on two cores; 46M and 345M, "
-                                        "the white paper's sizes, take longer and up to 20 GB of memory.")] = "11M",
+    params: Annotated[str, typer.Option("--params", help="Size of the model: 11M takes about three minutes on two cores; 46M and 345M, "
+                                        "as large as FastPitch and Megatron-BERT, take longer and up to 4 and 23 GB of memory.")] = "11M",
     steps: Annotated[int, typer.Option("--steps", min=8, help="Training steps of the run.")] = 40,
     directory: Annotated[pathlib.Path | None, typer.Option("--dir", help="Where to put the run and the exported model. It is kept. "
                                                            "Default: a temporary directory, removed at the end.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary directory.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, in seconds: shows that it works, not what it costs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, in about half a minute: shows that it works, "
+                                      "not what it costs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON; the story goes to stderr.")] = False,
 ) -> None:  # fmt: skip
-    """Train a small GPT with a checkpoint at every step, kill it twice with -9, and see that nothing was lost."""
+    """Train a small GPT with a checkpoint at every step, kill it twice with -9, and go on from the newest one.
+
+    From memory at most the step under way is lost; when memory is lost too, the steps since the newest checkpoint on disk. They are trained
+    again, and the demo checks that all comes out equal to the last bit.
+    """
     if quick:
         params, steps = "0.1M", min(steps, 16)
     if params not in SIZES:
-        raise typer.BadParameter(f"{params!r}: there are {', '.join(SIZES)}", param_hint="--params")
+        raise errors.ConfigError(f"--params {params!r} is no size", key=params, kind="usage", hint=f"there are {', '.join(SIZES)}")
     if directory is not None and (directory / "run").exists():
-        raise typer.BadParameter(f"{str(directory / 'run')!r} is there already: name a new directory", param_hint="--dir")
+        raise errors.ConfigError(
+            f"{str(directory / 'run')!r} is there already", key=str(directory), kind="usage", hint="name a new directory with --dir"
+        )
+    check_room(SIZES[params], params, directory or pathlib.Path(tempfile.gettempdir()))
     folder = directory.absolute() if directory else pathlib.Path(tempfile.mkdtemp(prefix="everystep-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
-    setting = Setting(size_name=params, steps=steps, threads=_threads(), folder=folder, budget_s=20.0 if quick else 150.0)
+    setting = Setting(size_name=params, steps=steps, threads=_threads(), folder=folder, budget_s=20.0 if quick else 165.0)
     console = Console(highlight=False, stderr=as_json)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 120  # a log: nothing folds it, so lines may be longer than rich's 80
@@ -90,6 +105,27 @@ def run(
         clean_up(folder, keep=kept)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     raise typer.Exit(code)
+
+
+def check_room(size: Size, name: str, folder: pathlib.Path) -> None:
+    """CapacityError when the model does not fit into this machine's memory, or its checkpoints on the disk: before anything is started."""
+    room = memory_room()
+    if room.nbytes < size.memory_nbytes:
+        raise errors.CapacityError(
+            f"{name} takes about {nbytes_text(size.memory_nbytes)} of memory, and {nbytes_text(room.nbytes)} are free: "
+            f"{nbytes_text(size.memory_nbytes - room.nbytes)} are missing ({room.limits})",
+            kind="memory",
+            hint="choose a smaller --params",
+        )
+    place = existing(str(folder))
+    free = shutil.disk_usage(place).free
+    if free < size.disk_nbytes:
+        raise errors.CapacityError(
+            f"{name} takes about {nbytes_text(size.disk_nbytes)} of disk, and {nbytes_text(free)} are free at {str(place)!r}",
+            key=str(place),
+            kind="disk-full",
+            hint="name a directory on another disk with --dir, or choose a smaller --params",
+        )
 
 
 def _interrupt(*_: object) -> None:
@@ -135,10 +171,27 @@ def _play(setting: Setting, stage: Stage, *, as_json: bool, kept: bool) -> int:
     if failed:
         stage.console.print(f"[bold red]failed:[/] {escape('; '.join(f'{promise.name}: {promise.detail}' for promise in failed))}")
     else:
-        stage.console.print(f"[bold green]Every promise held[/], in {stage.elapsed:.0f} s." + (f" Kept: {setting.folder}" if kept else ""))
+        stage.console.print(f"[bold green]Every promise held[/], in {stage.elapsed:.0f} s.")
+    _what_next(setting, stage, kept=kept)
     if as_json:
         print(json.dumps(_report(setting, stage, plain, lives, promises, rows)))
     return 1 if failed else 0
+
+
+def _what_next(setting: Setting, stage: Stage, *, kept: bool) -> None:
+    """Where the run is, and what to look at."""
+    if kept:
+        run = shlex.quote(str(setting.run))
+        stage.say(f"The run and the exported model are kept in {setting.folder}. Look at them with")
+    else:
+        run = "RUN"
+        stage.say("The run's folder is removed now; --keep keeps it, --dir DIR puts it where you like. Then look at it with")
+    for command, what in (
+        (f"everystep ls {run}", "which checkpoints there are"),
+        (f"everystep show {run}", "what the newest one holds"),
+        ("everystep doctor DIR", "what your own disk and machine can do, and what survives there"),
+    ):
+        stage.console.print(f"      {command}    [dim]{what}[/]", soft_wrap=True)
 
 
 def _kill_steps(steps: int) -> tuple[int, int]:
@@ -156,10 +209,10 @@ def _introduce(setting: Setting, stage: Stage) -> None:
     table.add_row("text", f"Python {platform.python_version()}'s own standard library, byte by byte")
     table.add_row("machine", f"torch {metadata.version('torch')} on {setting.threads} threads ({os.cpu_count()} cores)")
     table.add_row("run", str(setting.run))
-    title = "[bold]everystep demo[/]: checkpoint every training step, lose nothing"
+    title = "[bold]everystep demo[/]: a checkpoint at every training step, two kills, and on from the newest one"
     stage.console.print(Panel(table, title=title, title_align="left", border_style="bright_black", expand=False))
     if setting.size_name not in ("0.1M", "11M"):
-        stage.say(f"{setting.size_name} is one of the white paper's sizes: this takes longer than three minutes.", style="dim")
+        stage.say(f"As large as {setting.size.named_after}: this takes longer than three minutes.", style="dim")
 
 
 def _resume(setting: Setting, stage: Stage, lives: list[Training], *, kill_in: int | None) -> Training:
@@ -224,8 +277,8 @@ def _export(setting: Setting, stage: Stage, *, kept: bool) -> Promise:
         stage.happened("no: ", str(error), good=False)
         return Promise("export", False, str(error))
     stage.say(
-        f"model.safetensors is the checkpoint's own file, {how}: everystep writes weights in Hugging Face's layout in the first place, "
-        "so there is nothing to convert."
+        f"model.safetensors is the checkpoint's own file, {how} under the name that from_pretrained looks for, beside a config.json: "
+        "the weights bear the model's own names and are plain safetensors, so there is nothing to convert."
     )
     if kept:
         stage.say(str(folder), style="dim")
@@ -264,12 +317,17 @@ def _compare(setting: Setting, stage: Stage, *, step_s: float) -> list[dict[str,
             style="bold" if own else "",
         )
     stage.console.print(Padding(table, (0, 0, 0, 3)))
-    count, rounds = rows[0]["steps"], rows[0]["rounds"]
+    by_mode = {row["mode"]: row for row in rows}
+    rounds, others = by_mode["none"]["rounds"], by_mode["torch"]["rounds"]
     stage.say(
-        f"Medians of {count} steps each, in {rounds} round{'s' if rounds > 1 else ''}. Stall: what training waited for, in the call and "
+        f"Medians of {by_mode['none']['steps']} steps each, in {rounds} round{'s' if rounds > 1 else ''}"
+        f"{'' if others == rounds else f' (torch.save and DCP in {others})'}. Stall: what training waited for, in the call and "
         "before the optimizer's step. To durable: from the call until a power cut cannot take it.",
         style="dim",
     )
+    note = noise_note(rows)
+    if note:
+        stage.say(note)
     return rows
 
 

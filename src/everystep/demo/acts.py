@@ -16,6 +16,8 @@ from everystep.demo.show import Stage, Status
 from everystep.demo.sizes import SIZES, Size
 from everystep.demo.watch import Child, Event, agent_of, agents_below, end_children, kill_process
 
+NOISY = 0.2
+"""Spread of the steps without checkpoints over the rounds, from which on a machine counts as noisy."""
 TORCH_CACHE = "torch"
 """Folder for what torch itself would leave in the machine's temporary directory."""
 
@@ -158,6 +160,7 @@ def compare(setting: Setting, *, seconds: float, steps: int, on_block: Callable[
             raise DemoFailedError(f"the comparison ended too early ({wrong})")
     shutil.rmtree(folder, ignore_errors=True)
     base = {number: statistics.median(times) for number, times in step_s["none"].items()}
+    spread = (max(base.values()) - min(base.values())) / statistics.median(base.values())
     return [
         {
             "mode": mode,
@@ -169,9 +172,27 @@ def compare(setting: Setting, *, seconds: float, steps: int, on_block: Callable[
             "durable_s": statistics.median(durable_s[mode]) if mode in ("disk", "torch", "dcp") else None,
             "steps": sum(map(len, rounds.values())),
             "rounds": len(rounds),
+            **({"spread": spread} if mode == "none" else {}),
         }
         for mode, rounds in step_s.items()
     ]
+
+
+def noise_note(rows: list[dict[str, Any]]) -> str:
+    """What has to be said beside the table, or "": that the machine was noisy, or that a ratio below 1 is chance."""
+    none = next(row for row in rows if row["mode"] == "none")
+    below = any(row["ratio"] < 0.995 for row in rows)  # shown as less than 1.00
+    if none["spread"] > NOISY:
+        return (
+            f"The machine was noisy: steps without checkpoints took {none['spread']:.0%} longer in one round than in another, so that the "
+            "ratios say little. Run it again when nothing else runs."
+        )
+    if none["rounds"] < 3 or below:
+        why = f"in only {none['rounds']} round{'s' if none['rounds'] > 1 else ''}" if none["rounds"] < 3 else "and the machine was noisy"
+        return f"Measured {why}: differences of a few per cent are chance" + (
+            ", and no checkpoint makes training faster." if below else "."
+        )
+    return ""
 
 
 def percentile(values: list[float], percent: float) -> float:

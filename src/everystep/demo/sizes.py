@@ -20,6 +20,8 @@ class Size:
     context: int
     batch: int
     dropout: float = 0.1
+    named_after: str = ""
+    """A well-known model of the same size."""
 
     @property
     def parameters(self) -> int:
@@ -31,6 +33,16 @@ class Size:
     def state_nbytes(self) -> int:
         """Bytes of the state: float32 parameters and AdamW's two moments."""
         return 12 * self.parameters
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Memory that the demo takes at most, about: parameters, gradients and moments, three snapshots, DCP's copy, and torch itself."""
+        return 16 * self.parameters + 3 * self.state_nbytes + self.state_nbytes + 800_000_000
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Space that the demo takes at most, about: three checkpoints and the one being written, of the run and of the comparison."""
+        return 8 * self.state_nbytes
 
     def config(self) -> dict[str, object]:
         """The ``config.json`` with which Hugging Face transformers builds the same model."""
@@ -57,6 +69,6 @@ class Size:
 SIZES = {
     "0.1M": Size(layers=2, width=64, heads=2, context=64, batch=4),
     "11M": Size(layers=6, width=384, heads=6, context=128, batch=4),
-    "46M": Size(layers=6, width=800, heads=10, context=256, batch=4),
-    "345M": Size(layers=27, width=1024, heads=16, context=256, batch=4),
+    "46M": Size(layers=6, width=800, heads=10, context=256, batch=4, named_after="FastPitch"),
+    "345M": Size(layers=27, width=1024, heads=16, context=256, batch=4, named_after="Megatron-BERT"),
 }

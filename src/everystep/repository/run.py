@@ -378,20 +378,17 @@ class Repository:
             NotFoundError: There is no such checkpoint (``kind`` "no-checkpoint"); nothing is recorded then.
             ConfigError: Its metrics are recorded in a newer format.
         """
-        self._refuse_missing(key)
-        self._merge_metrics(key, metrics, newer=True)
-        try:
-            self._refuse_missing(key)
-        except NotFoundError:  # forgotten between the first look and the writing: the one who forgets may have come by already
-            self.store.delete(f"metrics/{key}.json")
-            raise
-
-    def _refuse_missing(self, key: CheckpointKey) -> None:
+        missing = NotFoundError(
+            f"no checkpoint of step {key.step} of attempt {key.attempt} in {self.store.url!r}", step=key.step, key=manifest_key(key),
+            kind="no-checkpoint", hint="it is forgotten, or was never saved to disk; see: everystep ls",
+        )  # fmt: skip
         if key not in self._keys("manifests/") or key in self._keys("forgotten/"):
-            raise NotFoundError(
-                f"no checkpoint of step {key.step} of attempt {key.attempt} in {self.store.url!r}", step=key.step, key=manifest_key(key),
-                kind="no-checkpoint", hint="it is forgotten, or was never saved to disk; see: everystep ls",
-            )  # fmt: skip
+            raise missing
+        self._merge_metrics(key, metrics, newer=True)
+        # Write mine, then look at yours: the one who forgets deletes the manifest before the records, and may have come by already.
+        if key not in self._keys("manifests/"):
+            self.store.delete(f"metrics/{key}.json")
+            raise missing
 
     def _merge_metrics(self, key: CheckpointKey, metrics: Mapping[str, float], *, newer: bool) -> None:
         with _MERGING:
@@ -601,7 +598,7 @@ class Repository:
         """
         manifests, forgotten = self._keys("manifests/"), self._keys("forgotten/")
         # Folders first, then manifests: what is committed in between must not look like a leftover.
-        with_data = {key for name in self.store.folders("data/") if (key := parsed(name))}
+        with_data = self._with_data()
         folders = with_data - self._keys("manifests/") | (manifests & forgotten)
         newest, busy = self.newest_attempt(), frozenset(in_progress)
         alive = not sole_committer and self._lives(newest, now)
@@ -658,14 +655,15 @@ class Repository:
         for name, key, until in self._holds():
             if until <= now and key not in doomed:
                 yield Swept(name, "expired hold", 0)
-        # A live attempt commits in order, so what it has no data of and is older than all it has is no commit on its way. But a pin
-        # may come before everything else.
+        # Records first, then data and manifests: a record whose checkpoint is being committed has its data before it.
+        recorded = [(folder, key) for folder in _RECORDS for key in sorted(self._keys(folder) - set(kept))]
+        there = self._with_data() | self._keys("manifests/") if recorded else set()
         oldest = min((key for key in kept if key.attempt == newest), default=None)
-        for folder in _RECORDS:
-            for key in sorted(self._keys(folder) - set(kept)):
-                passed = oldest is not None and key.attempt == newest and key < oldest and folder != "pins/"
-                if key in doomed or key.attempt < newest or (key.attempt == newest and not alive) or passed:
-                    yield Swept(f"{folder}{key}.json", "its checkpoint is gone", 0)
+        for folder, key in recorded:
+            # Of a live attempt what is older than all it keeps is no save on its way; but a pin may wait for one.
+            passed = key.attempt == newest and oldest is not None and key < oldest and folder != "pins/"
+            if key not in there and (key in doomed or key.attempt < newest or (key.attempt == newest and not alive) or passed):
+                yield Swept(f"{folder}{key}.json", "its checkpoint is gone", 0)
 
     def _plan_tombstones(self, keys: Collection[CheckpointKey], *, newest: int, now: float) -> Iterator[Swept]:
         """Tombstones outlive their attempt: they go when it is superseded and has let its time run out."""
@@ -720,6 +718,9 @@ class Repository:
     def _keys(self, prefix: str) -> set[CheckpointKey]:
         """Checkpoint keys that have a record in a folder; files of others are left alone."""
         return set(self._sizes(prefix))
+
+    def _with_data(self) -> set[CheckpointKey]:
+        return {key for name in self.store.folders("data/") if (key := parsed(name))}
 
     def _sizes(self, prefix: str) -> dict[CheckpointKey, int]:
         """The same with the records' sizes in bytes."""

@@ -19,7 +19,7 @@ class Store(Protocol):
     When ``put``, ``create``, ``claim`` or ``delete`` returns, its effect survives a power cut. Objects never change once put, small
     pointer records (``replace``) apart. All errors are from ``everystep.errors``: NotFoundError for a key that is not there,
     CapacityError for a full disk or quota (needed and free bytes, errno), PermanentStoreError for permissions and read-only mounts,
-    ConfigError for a bad key or a run path that cannot be one, TransientStoreError else.
+    ConfigError for a bad key or a run path that cannot be one, TransientStoreError else (what may pass has been tried again by then).
     A failed ``put`` leaves nothing under the key and frees the space it took.
     """
 

@@ -208,7 +208,8 @@ class LocalStore:
         def read() -> bytes:
             fd = self._disk.open(path, os.O_RDONLY)
             try:
-                # Of the open file: another may lie under its name by now. One byte more than it says: a full buffer means that there is more.
+                # Of the open file: another may lie under its name by now. One byte more than it says: a full buffer means that there
+                # is more.
                 data = bytearray(self._disk.fstat(fd).nbytes + 1)
                 got = self._read_all(fd, memoryview(data), 0)
                 while got == len(data):
@@ -571,8 +572,8 @@ class LocalStore:
                 if not patience:
                     # No EBUSY of the system's, which would be tried again: this has been waited for.
                     raise TransientStoreError(
-                        f"cannot create {path!r}: another writer died while it created this", key=os.path.relpath(path, self.path), kind="io",
-                        errno=errno.EBUSY, hint=f"remove the folder {mutex!r}",
+                        f"cannot create {path!r}: another writer died while it created this", key=os.path.relpath(path, self.path),
+                        kind="io", errno=errno.EBUSY, hint=f"remove the folder {mutex!r}",
                     ) from None  # fmt: skip
                 self._sleep(_MUTEX_WAIT_S)
         try:
