@@ -462,7 +462,7 @@ def test_damaged_newest_on_a_full_disk(tmp_path, monkeypatch):
 
 def test_agent_that_is_gone_is_noticed_at_the_first_failure(tmp_path):
     """A send that fails ends the connection: the next save has a new agent, however late the reading thread sees the end."""
-    checkpointer = everystep.Checkpointer(tmp_path / "run", max_failures=2)
+    checkpointer = everystep.Checkpointer(tmp_path / "run", max_failures=2, max_failing_s=0)
     checkpointer.save(1, state(1), sync=True)
     client = checkpointer._run.client
     client._channel.send = lambda *_: (_ for _ in ()).throw(BrokenPipeError())
