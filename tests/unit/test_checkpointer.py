@@ -785,3 +785,15 @@ def test_load_of_nothing(tmp_path: Path) -> None:
     assert set(everystep.load(tmp_path / "run", include=["model.*"])) == {"model"}
     with pytest.raises(everystep.LayoutError, match="modle"):
         everystep.load(tmp_path / "run", include=["modle.*"])
+
+
+def test_metrics_right_after_the_save(tmp_path: Path) -> None:
+    """``record`` for the step that was saved a moment ago waits for its seal instead of missing it."""
+    trainee = Trainee()
+    with everystep.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in range(1, 6):
+            trainee.train()
+            checkpointer.save(step, trainee.state)
+            checkpointer.record(step, {"loss": float(step)})
+    repository = Repository.open(str(tmp_path / "run"))
+    assert repository.metrics(CheckpointKey(5, 1)) == {"loss": 5.0}

@@ -197,6 +197,9 @@ class Checkpointer:
             if client is None or attempt is None or self._last_step is None or step > self._last_step:
                 message = f"step {step} was not saved by this checkpointer"
                 raise NotFoundError(message, step=step, kind="no-save", hint="call record after save")
+            if step == self._last_step:  # the agent knows of it when it is sealed
+                self._stager.fence()
+                self._stager.idle()
             client.record_metrics(step=step, attempt=attempt, metrics=numbers_of(metrics, step))
 
     def _take(self, step: int, state: Mapping[str, Any], aim: _Aim, *, began: float) -> Pending:

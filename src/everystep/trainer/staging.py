@@ -487,8 +487,8 @@ class Stager:
         if staging.torn:
             self.eager = self.eager | frozenset(staging.torn)
             self._notice(
-                f"{len(staging.torn)} tensors changed between save and the optimizer step, the first is {staging.torn[0]!r}; "
-                "they are copied inside save() from now on"
+                f"changed between save and the optimizer step: {len(staging.torn)} tensor{'s' * (len(staging.torn) > 1)}, first "
+                f"{staging.torn[0]!r}; copied inside save() from now on"
             )
 
     def _done(self) -> None:
