@@ -28,11 +28,10 @@ def durable(results: Results, folder: pathlib.Path, state: dict[str, dict[str, t
     """Save, in turn with a raw write of as many bytes."""
     buffer = warm_buffer(nbytes)
     raw, sealed, whole = [], [], []
-    with everystep.Checkpointer(folder / "durable", keep=everystep.Keep(last=1)) as ckpt:
+    # Nothing is deleted between the rounds: freeing a gigabyte in the background would slow whatever is measured next.
+    with everystep.Checkpointer(folder / "durable", keep=everystep.Keep(last=None)) as ckpt:
         for step in range(rounds + 2):
-            target = folder / f"raw-{step}"
-            raw_s = raw_write(target, buffer, nbytes=nbytes)
-            target.unlink()
+            raw_s = raw_write(folder / f"raw-{step}", buffer, nbytes=nbytes)
             state["tensors"]["t00"][0] = float(step)
             began = time.perf_counter()
             pending = ckpt.save(step, state)
@@ -44,6 +43,8 @@ def durable(results: Results, folder: pathlib.Path, state: dict[str, dict[str, t
                 sealed.append(ended - returned)
                 whole.append(ended - began)
             say(f"durable: {step + 1} of {rounds + 2}")
+    for target in folder.glob("raw-*"):
+        target.unlink()
     results.row("raw O_DIRECT write", [nbytes / value for value in raw], "B/s", nbytes=nbytes)
     results.row("sealed to durable", [nbytes / value for value in sealed], "B/s", nbytes=nbytes)
     results.row("call to durable (copy included)", [nbytes / value for value in whole], "B/s", nbytes=nbytes)
@@ -54,7 +55,7 @@ def durable(results: Results, folder: pathlib.Path, state: dict[str, dict[str, t
 def from_disk(results: Results, folder: pathlib.Path, state: dict[str, dict[str, torch.Tensor]], nbytes: int, *, rounds: int) -> None:
     """Restore in place from a run that no agent holds, in turn with a raw read of its data files."""
     run = folder / "durable"
-    files = sorted(run.glob("data/*/*.safetensors"))
+    files = sorted(max((run / "data").iterdir()).glob("*.safetensors"))
     buffer = warm_buffer(-(-max(file.stat().st_size for file in files) // 4096) * 4096)
     raw, restored, right = [], [], True
     into = {"tensors": {name: torch.full_like(tensor, float("nan")) for name, tensor in state["tensors"].items()}}
