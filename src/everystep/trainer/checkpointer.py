@@ -150,7 +150,7 @@ class Checkpointer:
         Raises:
             StateError, LayoutError: The state holds something that cannot be stored; nothing was written.
             ConflictError: Another trainer has the run, a newer attempt exists, or there are checkpoints that nobody restored.
-            CheckpointError: The last ``max_failures`` saves failed one after the other.
+            CheckpointError: The last ``max_failures`` saves failed one after the other, for ``max_failing_s`` or longer.
         """
         began = time.perf_counter()
         with self._lock:
