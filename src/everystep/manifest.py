@@ -3,6 +3,9 @@
 Every record on a store is one JSON object ``{"format": 1, "kind": "manifest", "digest": "<xxh3-128 hex>", "body": {...}}`` without
 blanks. The digest is over ``"<format> <kind> "`` and the body's bytes, and what surrounds the body is compared byte by byte, so that one
 flipped bit anywhere is found. Equal records are equal bytes: fields are written in a fixed order, lists and maps sorted by ``merge``.
+
+Each rank has a document of its own: the structure and plain values of its state. A record holds the lowest rank's whole, and of the
+others the top-level entries that differ (``join_documents``, ``document_of_rank``): usually none, or random states and data loaders.
 """
 
 from __future__ import annotations
@@ -10,12 +13,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import xxhash
 
-from everystep.errors import ConfigError, CorruptionError
+from everystep.errors import ConfigError, CorruptionError, LayoutError
 from everystep.region import Region, missing, overlap, whole
 from everystep.safetensors import DTYPES
 
@@ -55,7 +58,10 @@ class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digests: tuple[str, ...]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+ALONE = (0,)
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One node's share of a manifest."""
 
     step: int
@@ -71,14 +77,22 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, str]
     """Tied name -> the name it is stored under."""
     values: msgspec.Raw
-    """The state's structure and plain values as typed JSON (``values.py``), tensors as references by name."""
+    """The state's structure and plain values as typed JSON (``values.py``), tensors as references by name: of the lowest of ``ranks``."""
     metrics: dict[str, float] = {}
     nonfinite: dict[str, str] = {}
     """Only in the encoded record: metrics that JSON has no number for, as words; ``decode`` puts them back into ``metrics``."""
+    world: int = 1
+    """How many ranks saved, on all nodes."""
+    ranks: tuple[int, ...] = ALONE
+    """This node's ranks, rising."""
+    shared: bool = True
+    """Whether all nodes write into one store; False: each node's store holds its own files only."""
+    by_rank: dict[int, msgspec.Raw] = {}
+    """Where a rank's document differs from ``values``: ``[[key, child], ...]``, top-level entries; ``[key, null]``: it lacks the entry."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed checkpoint: the parts merged. Same fields as a part, without the node."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A committed checkpoint: the parts merged. Same fields as a part, without the node; ``values`` is rank 0's document."""
 
     step: int
     attempt: int
@@ -92,6 +106,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     nonfinite: dict[str, str] = {}
     """Only in the encoded record, as in ``Part``."""
+    world: int = 1
+    shared: bool = True
+    by_rank: dict[int, msgspec.Raw] = {}
 
 
 Record = TypeVar("Record")
@@ -161,6 +178,8 @@ def encode(kind: str, body: object) -> bytes:
     if isinstance(body, Part | Manifest):
         finite, words = split_metrics(body.metrics)
         body = msgspec.structs.replace(body, metrics=finite, nonfinite=words)
+        if isinstance(body, Part) and body.ranks == ALONE:
+            body = msgspec.structs.replace(body, ranks=ALONE)  # this very object is left out of the record
     before, between = _frame(kind)
     record = bytearray(before + b"0" * DIGEST_LEN + between)
     start = len(record)
@@ -202,7 +221,8 @@ def decode(kind: str, data: bytes | memoryview, into: type[Record], *, key: str)
     if isinstance(record, Part | Manifest):
         # ``Raw`` would keep all of ``data`` alive.
         metrics = join_metrics(record.metrics, record.nonfinite)
-        record = msgspec.structs.replace(record, values=record.values.copy(), metrics=metrics, nonfinite={})
+        by_rank = {rank: entries.copy() for rank, entries in record.by_rank.items()}
+        record = msgspec.structs.replace(record, values=record.values.copy(), by_rank=by_rank, metrics=metrics, nonfinite={})
     return record
 
 
@@ -224,16 +244,140 @@ def _corrupt_record(key: str, why: str) -> CorruptionError:
     return CorruptionError(f"{key!r} cannot be trusted: {why}", key=key, kind="record", hint="take another copy or an older step")
 
 
+# -- the documents of many ranks ----------------------------------------------------------------------------------------
+
+_Entries: TypeAlias = dict[bytes, bytes]
+"""A document's top-level entries as they stand: key -> child."""
+
+_NULL = b"null"
+
+
+class _Branch(msgspec.Struct, gc=False):
+    dict: list[tuple[msgspec.Raw, msgspec.Raw]]
+
+
+class _Document(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    state: _Branch
+
+
+_DOCUMENT = msgspec.json.Decoder(_Document)
+_PAIRS = msgspec.json.Decoder(list[tuple[msgspec.Raw, msgspec.Raw]])
+
+
+def join_documents(documents: Mapping[int, bytes]) -> tuple[bytes, dict[int, msgspec.Raw]]:
+    """The lowest rank's document, and by rank where the others differ from it: ``values`` and ``by_rank`` of a record.
+
+    Raises:
+        CorruptionError: Documents differ that are not ``{"state":{"dict":[[key,child],...]}}``.
+        ValueError: There are no documents.
+    """
+    if not documents:
+        raise ValueError("no documents to join")
+    base = min(documents)
+    values = bytes(documents[base])
+    parsed: _Entries | None = None
+    same: dict[bytes, msgspec.Raw | None] = {values: None}  # many ranks, few documents
+    by_rank = {}
+    for rank in sorted(documents):
+        document = bytes(documents[rank])
+        if document not in same:
+            if parsed is None:
+                parsed = _entries(values, base)
+            same[document] = _told(parsed, _entries(document, rank))
+        differing = same[document]
+        if differing is not None:
+            by_rank[rank] = differing
+    return values, by_rank
+
+
+def document_of_rank(record: Part | Manifest, rank: int) -> bytes:
+    """The complete document of a rank; one beyond the saved world gets that of ``rank % world``. Entries stand in the order of ``values``.
+
+    Raises:
+        LayoutError: The rank is negative, or a part is of a node that does not have it.
+        CorruptionError: What the record tells of the rank cannot be read.
+    """
+    known = rank % record.world
+    if rank < 0 or (isinstance(record, Part) and known not in record.ranks):
+        where = f"node {record.node} has the ranks {record.ranks!r:.80}" if isinstance(record, Part) else f"the world is {record.world}"
+        raise LayoutError(f"step {record.step} has no plain values of rank {rank}: {where}", step=record.step, rank=rank, kind="rank")
+    differing = record.by_rank.get(known)
+    if differing is None:
+        return bytes(record.values)
+    entries = _altered(_entries(record.values, known), _pairs(differing, known))
+    return b'{"state":{"dict":[%b]}}' % b",".join(b"[%b,%b]" % pair for pair in entries.items())
+
+
+def _entries(document: bytes | msgspec.Raw, rank: int) -> _Entries:
+    try:
+        pairs = _DOCUMENT.decode(document).state.dict
+    except (ValueError, RecursionError) as error:
+        raise _no_document(rank, f"they are no mapping of names to objects: {error}") from None
+    entries = {bytes(key): bytes(child) for key, child in pairs}
+    if len(entries) != len(pairs) or _NULL in entries.values():
+        raise _no_document(rank, "they name an entry twice, or one without anything")
+    return entries
+
+
+def _pairs(differing: msgspec.Raw, rank: int) -> _Entries:
+    try:
+        pairs = _PAIRS.decode(differing)
+    except (ValueError, RecursionError) as error:
+        raise _no_document(rank, f"they are no list of pairs: {error}") from None
+    return {bytes(key): bytes(child) for key, child in pairs}
+
+
+def _altered(base: _Entries, differing: _Entries) -> _Entries:
+    return {key: child for key, child in {**base, **differing}.items() if child != _NULL}
+
+
+def _told(base: _Entries, entries: _Entries) -> msgspec.Raw | None:
+    """Where ``entries`` differ from ``base``, in the order of ``base``, then what only they have, by key; None where they do not."""
+    pairs = [(key, entries.get(key, _NULL)) for key, child in base.items() if entries.get(key, _NULL) != child]
+    pairs += sorted((key, child) for key, child in entries.items() if key not in base)
+    return msgspec.Raw(b"[%b]" % b",".join(b"[%b,%b]" % pair for pair in pairs)) if pairs else None
+
+
+def _no_document(rank: int, why: str) -> CorruptionError:
+    return CorruptionError(
+        f"the plain values of rank {rank} cannot be used: {why}"[:500], rank=rank, kind="values", hint="take an older step"
+    )
+
+
+def _join_values(parts: list[Part]) -> tuple[msgspec.Raw, dict[int, msgspec.Raw]]:
+    """The manifest's ``values`` and ``by_rank`` from those of the parts: as ``join_documents``, without making every rank's document."""
+    first = min(parts, key=lambda part: part.ranks)
+    values = bytes(first.values)
+    base: _Entries | None = None
+    by_rank = dict(first.by_rank)
+    for part in parts:
+        if part is first:
+            continue
+        if bytes(part.values) == values:
+            by_rank.update(part.by_rank)
+            continue
+        if base is None:
+            base = _entries(values, first.ranks[0])
+        own = _entries(part.values, part.ranks[0])
+        alike = _told(base, own)
+        for rank in part.ranks:
+            differing = part.by_rank.get(rank)
+            found = alike if differing is None else _told(base, _altered(own, _pairs(differing, rank)))
+            if found is not None:
+                by_rank[rank] = found
+    return first.values, dict(sorted(by_rank.items()))
+
+
 # -- merging and checking -----------------------------------------------------------------------------------------------
 
 
 def merge(parts: list[Part]) -> Manifest:
     """The manifest of one step from all nodes' parts, whatever their order; equal parts give equal bytes.
 
-    Where several nodes stored the same region with the same digests, one copy is taken.
+    Where several nodes stored the same region with the same digests, one copy is taken. Plain values may differ: each rank keeps its own.
 
     Raises:
-        CorruptionError: Parts of different steps or attempts, a node missing or twice, specs that contradict each other,
+        CorruptionError: Parts of different steps, attempts or worlds, a node or rank missing or twice, specs that contradict each other,
             regions missing or overlapping (named).
     """
     ordered = _complete(parts)
@@ -247,8 +391,7 @@ def merge(parts: list[Part]) -> Manifest:
         _unite(objects, ((stored.key, stored) for stored in part.objects), part, "file")
         _unite(aliases, part.aliases.items(), part, "alias")
         metrics = {**part.metrics, **metrics}
-        if bytes(part.values) != bytes(first.values):
-            raise _contradiction(first, f"nodes {first.node} and {part.node} have different plain values")
+    values, by_rank = _join_values(ordered)
     names = sorted(specs)
     keys = sorted(objects)
     tensor_of = {name: index for index, name in enumerate(names)}
@@ -265,7 +408,8 @@ def merge(parts: list[Part]) -> Manifest:
     manifest = Manifest(
         step=first.step, attempt=first.attempt, nodes=first.nodes, saved_at=max(part.saved_at for part in ordered),
         tensors=tuple(specs[name] for name in names), objects=tuple(objects[key] for key in keys), shards=tuple(_one_copy(shards)),
-        aliases=dict(sorted(aliases.items())), values=first.values, metrics=dict(sorted(metrics.items())),
+        aliases=dict(sorted(aliases.items())), values=values, metrics=dict(sorted(metrics.items())), world=first.world, shared=first.shared,
+        by_rank=by_rank,
     )  # fmt: skip
     check(manifest)
     return manifest
@@ -293,7 +437,34 @@ def _complete(parts: list[Part]) -> list[Part]:
         absent = sorted(set(range(first.nodes)) - set(nodes))
         why = f"parts of nodes {absent!r:.80} are missing" if absent else f"parts of nodes {nodes!r:.80} are not one each of {first.nodes}"
         raise _contradiction(first, why)
+    _check_ranks(ordered)
     return ordered
+
+
+def _check_ranks(parts: list[Part]) -> None:
+    """The nodes' ranks are together those of one world."""
+    first = parts[0]
+    node_of: dict[int, int] = {}
+    for part in parts:
+        if (part.world, part.shared) != (first.world, first.shared):
+            stores = {True: "one store for all", False: "a store for each node"}
+            raise _contradiction(
+                first,
+                f"nodes {first.node} and {part.node} disagree: {first.world} ranks and {stores[first.shared]}, "
+                f"{part.world} ranks and {stores[part.shared]}",
+            )
+        if not part.ranks or list(part.ranks) != sorted(set(part.ranks)):
+            raise _contradiction(part, f"the ranks of node {part.node} are {part.ranks!r:.80}: none, or not rising")
+        for rank in part.ranks:
+            if node_of.setdefault(rank, part.node) != part.node:
+                raise _contradiction(part, f"rank {rank} is on nodes {node_of[rank]} and {part.node}")
+        strangers = sorted(set(part.by_rank) - set(part.ranks))
+        if strangers:
+            raise _contradiction(part, f"node {part.node} tells of ranks {strangers!r:.80}, which are not its own")
+    if node_of.keys() != set(range(first.world)):
+        absent = sorted(set(range(first.world)) - node_of.keys())
+        why = f"ranks {absent!r:.80} are on no node" if absent else f"rank {max(node_of)} is beyond the world of {first.world}"
+        raise _contradiction(first, why)
 
 
 _Value = TypeVar("_Value")
@@ -331,6 +502,10 @@ def check(manifest: Manifest) -> None:
     dtypes, and the number of digests is right. Messages name the tensor and the missing regions."""
     if manifest.step < 0 or manifest.attempt < 0 or manifest.nodes < 1 or not math.isfinite(manifest.saved_at):
         raise _unsound(manifest, f"attempt {manifest.attempt}, {manifest.nodes} nodes or time {manifest.saved_at} cannot be")
+    if manifest.world < manifest.nodes or not all(0 < rank < manifest.world for rank in manifest.by_rank):
+        raise _unsound(
+            manifest, f"{manifest.world} ranks on {manifest.nodes} nodes, with values of {sorted(manifest.by_rank)!r:.80}, cannot be"
+        )
     _check_objects(manifest)
     names = _check_tensors(manifest)
     for alias, name in manifest.aliases.items():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
 
 from everystep import safetensors
 from everystep.errors import CorruptionError, LayoutError
-from everystep.manifest import BLOCK_NBYTES, Manifest, Part, Shard, StoredObject, TensorSpec, digest
+from everystep.manifest import ALONE, BLOCK_NBYTES, Manifest, Part, Shard, StoredObject, TensorSpec, digest
 from everystep.region import Region, boxes, is_run, missing, overlap, span, whole
 
 ALIGN = safetensors.ALIGN
@@ -70,77 +70,137 @@ class SavePlan(msgspec.Struct, frozen=True):
 
 
 def plan_save(tensors: Sequence[TensorSpec], *, aliases: Mapping[str, str], max_file_nbytes: int = MAX_FILE_NBYTES) -> SavePlan:
-    """Lay whole tensors out in files by group: ``<group>-00001-of-0000N.safetensors``.
-
-    Within a file, entries are ordered by falling item size (so typed views are aligned), then by name, without gaps; each file
-    begins at a multiple of ALIGN; a file is split before ``max_file_nbytes`` (a larger tensor has a file of its own) and long before a
-    header of 100 MB. Entry names inside a file are the tensor's name without the ``group.`` prefix, so a module's file bears the
-    module's own names.
+    """Lay whole tensors out in files by group: ``<group>-00001-of-0000N.safetensors``. Of one process; of many: ``layout.plan_world``.
 
     Raises:
         LayoutError: A name occurs twice, a dtype cannot be stored, or an alias has no tensor to point at.
     """
-    groups: dict[str, list[tuple[int, str, int, int]]] = {}
     seen: set[str] = set()
-    for index, spec in enumerate(tensors):
+    for spec in tensors:
         if spec.name in seen:
             raise LayoutError(f"tensor {spec.name!r} occurs twice in the state", key=spec.name, kind="name", hint="rename one of them")
         seen.add(spec.name)
-        if spec.dtype not in safetensors.DTYPES:
-            raise LayoutError(f"tensor {spec.name!r} has dtype {spec.dtype!r}, which cannot be stored", key=spec.name, kind="dtype",
-                              hint=f"cast it to one of {', '.join(safetensors.DTYPES)}")  # fmt: skip
-        itemsize = safetensors.DTYPES[spec.dtype]
-        groups.setdefault(spec.group, []).append((-itemsize, spec.name, index, itemsize * math.prod(spec.shape)))
+        check_dtype(spec)
+    check_aliases(aliases, seen)
+    regions: dict[tuple[int, ...], Region] = {}  # a model has few shapes
+    for spec in tensors:
+        if spec.shape not in regions:
+            regions[spec.shape] = whole(spec.shape)
+    return lay_out(
+        tensors, range(len(tensors)), [regions[spec.shape] for spec in tensors], aliases=aliases, max_file_nbytes=max_file_nbytes
+    )[0]
+
+
+def check_dtype(spec: TensorSpec) -> None:
+    """LayoutError, with the tensor's name, for a dtype that no file can hold."""
+    if spec.dtype not in safetensors.DTYPES:
+        raise LayoutError(f"tensor {spec.name!r} has dtype {spec.dtype!r}, which cannot be stored", key=spec.name, kind="dtype",
+                          hint=f"cast it to one of {', '.join(safetensors.DTYPES)}")  # fmt: skip
+
+
+def check_aliases(aliases: Mapping[str, str], names: Container[str]) -> None:
+    """LayoutError unless each alias is no tensor itself and points at one."""
     for alias, name in aliases.items():
-        if name not in seen or alias in seen:
+        if name not in names or alias in names:
             raise LayoutError(
-                f"{alias!r} cannot be an alias of {name!r}: {'both are' if name in seen else 'there is no such'} tensor",
+                f"{alias!r} cannot be an alias of {name!r}: {'both are' if name in names else 'there is no such'} tensor",
                 key=alias,
                 kind="alias",
             )
+
+
+_Member: TypeAlias = tuple[int, str, int, int]
+"""(-bytes of an item, full name, piece, bytes): sorted, a file's order."""
+
+
+def lay_out(
+    tensors: Sequence[TensorSpec],
+    tensor_of: Sequence[int],
+    regions: Sequence[Region],
+    *,
+    aliases: Mapping[str, str],
+    max_file_nbytes: int = MAX_FILE_NBYTES,
+    stems: Mapping[str, str] | None = None,
+    suffix: str = "",
+) -> tuple[SavePlan, list[int]]:
+    """Lay the pieces of one node out in files by group: ``<stem><suffix>-00001-of-0000N.safetensors``.
+
+    Piece ``i`` is ``regions[i]`` of ``tensors[tensor_of[i]]``; the pieces of one tensor come in the order of their offsets and have no
+    element in common. Within a file, entries are ordered by falling item size (so typed views are aligned), then by name and piece,
+    without gaps; each file begins at a multiple of ALIGN; a file is split before ``max_file_nbytes`` (a larger piece has a file of its
+    own) and long before a header of 100 MB. Entry names inside a file are the tensor's name without the ``group.`` prefix, so a module's
+    file bears the module's own names; of what is not a whole tensor, ``<name>@<offsets>``.
+
+    ``stems`` are the words for groups in file names (default: ``file_stems`` of the groups that occur), ``suffix`` what follows them: it
+    tells apart the files of several nodes.
+
+    Returns:
+        The plan, and which piece each placement is.
+    """
+    groups: dict[str, list[_Member]] = {}
+    for piece, tensor in enumerate(tensor_of):
+        spec = tensors[tensor]
+        itemsize = safetensors.DTYPES[spec.dtype]
+        groups.setdefault(spec.group, []).append((-itemsize, spec.name, piece, itemsize * math.prod(regions[piece].sizes)))
     tied: dict[str, list[str]] = {}
     for alias, name in sorted(aliases.items()):
         tied.setdefault(name, []).append(alias)
-
     files: list[PlannedFile] = []
     placements: list[Placement] = []
+    pieces: list[int] = []
     slab_offset = 0
-    regions: dict[tuple[int, ...], Region] = {}  # a model has few shapes
-    stems = file_stems(groups)
+    if stems is None:
+        stems = file_stems(groups)
     for group, members in groups.items():
         members.sort()
         entry_of = _entry_names(group, [name for _, name, _, _ in members])
-        cuts = _split(members, tensors, tied, max_file_nbytes)
+        shards = {
+            piece: regions[piece] for _, _, piece, _ in members if regions[piece].sizes != tensors[tensor_of[piece]].shape
+        }  # few or none on one node
+        cuts = _split(members, regions, shards, tied, max_file_nbytes)
+        shard_entry = _shard_names(members, shards, entry_of)
         for number, (first, last) in enumerate(cuts, 1):
             entries = []
             at = 0
-            for _, name, index, nbytes in members[first:last]:
-                entries.append(safetensors.Entry(entry_of[name], tensors[index].dtype, tensors[index].shape, at, at + nbytes))
+            for _, name, piece, nbytes in members[first:last]:
+                entry = shard_entry[piece] if piece in shards else entry_of[name]
+                entries.append(safetensors.Entry(entry, tensors[tensor_of[piece]].dtype, regions[piece].sizes, at, at + nbytes))
                 at += nbytes
-                if tensors[index].shape not in regions:
-                    regions[tensors[index].shape] = whole(tensors[index].shape)
-            header = safetensors.header(entries, _metadata(group, members[first:last], tensors, entry_of, tied))
+            shapes = {piece: tensors[tensor_of[piece]].shape for _, _, piece, _ in members[first:last] if piece in shards} if shards else {}
+            header = safetensors.header(entries, _metadata(group, members[first:last], entries, shapes, shards, tied))
             base = slab_offset + len(header)
             placements += [
-                Placement(index, len(files), regions[entry.shape], base + entry.begin, entry.end - entry.begin)
-                for (_, _, index, _), entry in zip(members[first:last], entries, strict=True)
+                Placement(tensor_of[piece], len(files), regions[piece], base + entry.begin, entry.end - entry.begin)
+                for (_, _, piece, _), entry in zip(members[first:last], entries, strict=True)
             ]
-            files.append(
-                PlannedFile(f"{stems[group]}-{number:05d}-of-{len(cuts):05d}.safetensors", group, slab_offset, len(header) + at, header)
-            )
+            pieces += [piece for _, _, piece, _ in members[first:last]]
+            name = f"{stems[group]}{suffix}-{number:05d}-of-{len(cuts):05d}.safetensors"
+            files.append(PlannedFile(name, group, slab_offset, len(header) + at, header))
             slab_offset += -(-(len(header) + at) // ALIGN) * ALIGN
     specs = tuple(tensors)
     known = dict(sorted(aliases.items()))
     content = msgspec.msgpack.encode((specs, files, known))
-    return SavePlan(
+    plan = SavePlan(
         id=digest(content), tensors=specs, files=tuple(files), placements=tuple(placements), aliases=known, nbytes=max(slab_offset, ALIGN)
     )
+    return plan, pieces
+
+
+def node_suffix(node: int) -> str:
+    """What tells the files of one of several nodes (counted from 0) from the others'; stands behind the stem."""
+    return f"-n{node + 1:05d}"
+
+
+def node_of_file(name: str) -> int:
+    """The node that wrote a data file, by its name; 0 for a file of a checkpoint of one node."""
+    found = re.search(r"-n([0-9]{5,9})-[0-9]{5,}-of-[0-9]{5,}\.safetensors$", name)
+    return max(int(found[1]) - 1, 0) if found else 0
 
 
 def file_stems(groups: Iterable[str]) -> dict[str, str]:
     """A word for file names for each group: the group itself where that is safe, else made safe and told apart by a digest of the group.
 
-    Distinct groups never share one, not even on a file system that ignores case.
+    Distinct groups never share one, not even on a file system that ignores case, and none ends as ``node_suffix`` does.
     """
     names = list(groups)
     safe = {group: re.sub(r"[^A-Za-z0-9_-]", "_", group)[:80] or "_" for group in names}
@@ -149,23 +209,25 @@ def file_stems(groups: Iterable[str]) -> dict[str, str]:
         folded[word.lower()] = folded.get(word.lower(), 0) + 1
     return {
         # "~" is in no safe word, so that what bears a digest meets only other digests.
-        group: word if word == group and folded[word.lower()] == 1 else f"{word}~{digest(group.encode('utf-8', 'surrogatepass'))[:12]}"
+        group: word
+        if word == group and folded[word.lower()] == 1 and not re.search(r"-n[0-9]{5,}$", word)
+        else f"{word}~{digest(group.encode('utf-8', 'surrogatepass'))[:12]}"
         for group, word in safe.items()
     }
 
 
 def _entry_names(group: str, names: Sequence[str]) -> dict[str, str]:
-    """Full name -> name inside the group's files."""
+    """Full name -> name inside the group's files. ``names`` are sorted where they repeat: one for each piece."""
     prefix = group + "."
     entry_of = {name: name.removeprefix(prefix) for name in names}
     taken = set(entry_of.values())
-    if len(taken) == len(names) and "" not in taken and safetensors.METADATA not in taken:
+    if len(taken) == len(entry_of) and "" not in taken and safetensors.METADATA not in taken:
         return entry_of
     # "a" and "a.a" in group "a", or a tensor called like the file's own metadata: rare, and mapped back in the metadata.
     counts: dict[str, int] = {}
     for entry in entry_of.values():
         counts[entry] = counts.get(entry, 0) + 1
-    for name in sorted(names):
+    for name in sorted(entry_of):
         entry = entry_of[name]
         if counts[entry] > 1 or entry in ("", safetensors.METADATA):
             candidate = f"{entry}@{digest(name.encode())[:12]}"
@@ -176,23 +238,41 @@ def _entry_names(group: str, names: Sequence[str]) -> dict[str, str]:
     return entry_of
 
 
+def _shard_names(members: Sequence[_Member], shards: Mapping[int, Region], entry_of: Mapping[str, str]) -> dict[int, str]:
+    """Entry names of the pieces that are not whole tensors: ``name@offsets``."""
+    if not shards:
+        return {}
+    taken = set(entry_of.values())
+    found = {}
+    for _, name, piece, _ in members:
+        if piece in shards:
+            candidate = f"{entry_of[name]}@{','.join(map(str, shards[piece].offsets))}"
+            while candidate in taken:
+                candidate += "@"
+            taken.add(candidate)
+            found[piece] = candidate
+    return found
+
+
 def _split(
-    members: Sequence[tuple[int, str, int, int]], tensors: Sequence[TensorSpec], tied: Mapping[str, list[str]], max_file_nbytes: int
+    members: Sequence[_Member], regions: Sequence[Region], shards: Container[int], tied: Mapping[str, list[str]], max_file_nbytes: int
 ) -> list[tuple[int, int]]:
     """Which members go into which file: ranges, in order."""
     cuts = []
     first = 0
     data = 0
     header = fixed = ALIGN + 512
-    for position, (_, name, index, nbytes) in enumerate(members):
+    for position, (_, name, piece, nbytes) in enumerate(members):
         # A bound from above: six bytes for each letter that JSON escapes, twice for what the metadata may say again.
         letters = len(name) if name.isascii() and name.isprintable() and '"' not in name and "\\" not in name else 12 * len(name)
         told = (
             2 * letters
-            + 24 * len(tensors[index].shape)
+            + 24 * len(regions[piece].sizes)
             + 160
             + (12 * sum(len(alias) + len(name) + 8 for alias in tied[name]) if name in tied else 0)
         )
+        if piece in shards:  # the name and the offsets once more, and the metadata's shape and region
+            told += 2 * letters + 120 * len(regions[piece].sizes) + 80
         if position > first and (data + nbytes + header + told > max_file_nbytes or header + told > MAX_FILE_HEADER_NBYTES):
             cuts.append((first, position))
             first = position
@@ -204,13 +284,20 @@ def _split(
     return cuts
 
 
-def _metadata(group: str, members: Sequence[tuple[int, str, int, int]], tensors: Sequence[TensorSpec], entry_of: Mapping[str, str],
-              tied: Mapping[str, list[str]]) -> dict[str, str]:  # fmt: skip
+def _metadata(
+    group: str,
+    members: Sequence[_Member],
+    entries: Sequence[safetensors.Entry],
+    shapes: Mapping[int, tuple[int, ...]],
+    shards: Mapping[int, Region],
+    tied: Mapping[str, list[str]],
+) -> dict[str, str]:
+    """The ``__metadata__`` of a file. ``shapes`` are those of the shards' tensors, by piece."""
     prefix = group + "."
     unusual = {
-        entry_of[name]: safetensors.Stored(name, tensors[index].shape, whole(tensors[index].shape))
-        for _, name, index, _ in members
-        if prefix + entry_of[name] != name
+        entry.name: safetensors.Stored(name, shapes.get(piece, entry.shape), shards.get(piece) or whole(entry.shape))
+        for (_, name, piece, _), entry in zip(members, entries, strict=True)
+        if prefix + entry.name != name
     }
     aliases = {alias: name for _, name, _, _ in members if name in tied for alias in tied[name]} if tied else {}
     return safetensors.our_metadata(group=group, entries=unusual, aliases=aliases)
@@ -229,10 +316,15 @@ def slab_part(
     object_key: Mapping[str, str],
     digests: Sequence[tuple[str, ...]],
     header_digests: Sequence[str],
+    world: int = 1,
+    ranks: tuple[int, ...] = ALONE,
+    by_rank: Mapping[int, msgspec.Raw] = {},
+    shared: bool = True,
 ) -> Part:
     """The part that describes a slab filled by ``plan``.
 
-    ``object_key`` maps file name to store key; ``digests`` is by placement, ``header_digests`` by file.
+    ``object_key`` maps file name to store key; ``digests`` is by placement, ``header_digests`` by file; ``values`` and ``by_rank`` are what
+    ``join_documents`` makes of the documents of the node's ``ranks``.
     """
     objects = tuple(
         StoredObject(object_key[file.name], file.nbytes, len(file.header), header_digest)
@@ -255,6 +347,10 @@ def slab_part(
         aliases=dict(plan.aliases),
         values=msgspec.Raw(values),
         metrics=dict(metrics),
+        world=world,
+        ranks=ranks,
+        by_rank=dict(by_rank),
+        shared=shared,
     )
 
 

@@ -100,6 +100,19 @@ def _corner(region: Region) -> tuple[int, ...]:
     return region.offsets
 
 
+def _is_grid(regions: Sequence[Region], ndim: int) -> bool:
+    """Whether they are different cells of one grid, and so without common elements: the usual layout, seen without comparing pairs."""
+    if len(set(regions)) != len(regions):
+        return False
+    for dim in range(ndim):
+        end = -1
+        for begin, size in sorted({(region.offsets[dim], region.sizes[dim]) for region in regions}):
+            if begin < end:
+                return False
+            end = begin + size
+    return True
+
+
 def overlap(regions: list[Region]) -> tuple[Region, Region] | None:
     """A pair of regions with a common element, or None. Sorts; not quadratic in the usual case."""
     boxes_ = [region for region in regions if region.numel]
@@ -108,6 +121,8 @@ def overlap(regions: list[Region]) -> tuple[Region, Region] | None:
     ndim = len(boxes_[0].offsets)
     if ndim == 0:
         return boxes_[0], boxes_[1]
+    if _is_grid(boxes_, ndim):
+        return None
     # Sweep along the dimension that is cut most: there the fewest boxes are open at a time.
     dim = max(range(ndim), key=lambda d: len({region.offsets[d] for region in boxes_}))
     boxes_.sort(key=lambda region: region.offsets[dim])

@@ -19,13 +19,16 @@ shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 def parts(draw):
     names = draw(st.lists(words, max_size=3, unique=True))
     specs = tuple(TensorSpec(name, "U8", draw(shapes), "g") for name in names)
+    ranks = tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1, max_size=4))))
+    pairs = st.lists(st.tuples(words, st.none() | st.dictionaries(words, st.integers(0, 9), max_size=2)), max_size=2).map(msgspec.json.encode).map(msgspec.Raw)
     return Part(
         step=draw(st.integers(0, 10**12)), attempt=draw(st.integers(0, 99)), node=0, nodes=1, saved_at=draw(st.floats(0, 1e10)), tensors=specs,
         objects=(StoredObject("data/a.safetensors", 4096 + 729 * 3, 4096, digest(b"h")),),
         shards=tuple(Shard(i, whole(spec.shape), 0, 4096, whole(spec.shape).numel, (digest(bytes([i])),)) for i, spec in enumerate(specs)),
         aliases=draw(st.dictionaries(words, words, max_size=2)),
         values=msgspec.Raw(msgspec.json.encode(draw(st.dictionaries(words, st.integers(0, 9), max_size=3)))),
-        metrics=draw(st.dictionaries(words, st.floats(allow_nan=False), max_size=2)),
+        metrics=draw(st.dictionaries(words, st.floats(allow_nan=False), max_size=2)), world=draw(st.integers(1, 10)), ranks=ranks, shared=draw(st.booleans()),
+        by_rank=draw(st.dictionaries(st.sampled_from(ranks), pairs, max_size=2)),
     )  # fmt: skip
 
 

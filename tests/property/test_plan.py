@@ -75,7 +75,7 @@ def checkpoints(draw):
             files[node] += data
     parts = [
         Part(step=1, attempt=1, node=node, nodes=nodes, saved_at=0.0, tensors=tuple(tensors), objects=(StoredObject(f"data/{node}", len(files[node]), 8, "0" * 32),),
-             shards=tuple(shards), aliases={}, values=msgspec.Raw(b"{}"))
+             shards=tuple(shards), aliases={}, values=msgspec.Raw(b"{}"), world=nodes, ranks=(node,))
         for node, (tensors, shards) in enumerate(told)
     ]  # fmt: skip
     return parts, [bytes(data) for data in files], arrays

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import xxhash
 
-from everystep.errors import ConfigError, CorruptionError
+from everystep.errors import ConfigError, CorruptionError, LayoutError
 from everystep.manifest import (
     BLOCK_NBYTES,
     Manifest,
@@ -18,9 +18,12 @@ from everystep.manifest import (
     StoredObject,
     TensorSpec,
     block_digests,
+    check,
     decode,
     digest,
+    document_of_rank,
     encode,
+    join_documents,
     join_metrics,
     merge,
     split_metrics,
@@ -43,7 +46,7 @@ def part(node=0, nodes=1, *, rows=(0, 4), digests=(D,), **changes):
     made = {
         "step": 7, "attempt": 2, "node": node, "nodes": nodes, "saved_at": 100.0 + node, "tensors": tuple(tensors),
         "objects": (StoredObject(f"data/x/m-{node}.safetensors", nbytes, 4096, D),), "shards": tuple(shards), "aliases": {"m.tied": "m.w"},
-        "values": msgspec.Raw(b'{"lr":0.1}'), "metrics": {"loss": 1.5},
+        "values": msgspec.Raw(b'{"lr":0.1}'), "metrics": {"loss": 1.5}, "world": nodes, "ranks": (node,),
     }  # fmt: skip
     return Part(**{**made, **changes})
 
@@ -177,6 +180,73 @@ def test_merge_is_the_same_whatever_the_order():
     assert encode("manifest", merge([parts[1], parts[0], parts[2]])) == encode("manifest", manifest)
 
 
+def document(**entries):
+    return json.dumps({"state": {"dict": [[name, {"value": value}] for name, value in entries.items()]}}, separators=(",", ":")).encode()
+
+
+def test_documents_are_joined():
+    """F16: the lowest rank's document stands whole, of the others what differs: another child, one it lacks (null), one that only it has."""
+    documents = {5: document(epoch=3, rng=5, extra=[1]), 2: document(epoch=3, rng=2), 3: document(epoch=3, rng=2), 4: document(rng=4)}
+    values, by_rank = join_documents(documents)
+    assert values == documents[2]
+    assert {rank: json.loads(bytes(pairs)) for rank, pairs in by_rank.items()} == {
+        4: [["epoch", None], ["rng", {"value": 4}]], 5: [["rng", {"value": 5}], ["extra", {"value": [1]}]],
+    }  # fmt: skip
+    record = part(world=6, ranks=(2, 3, 4, 5), values=msgspec.Raw(values), by_rank=by_rank)
+    assert {rank: document_of_rank(record, rank) for rank in documents} == documents
+    assert document_of_rank(record, 6 + 5) == documents[5]
+    with pytest.raises(LayoutError, match=r"no plain values of rank 1: node 0 has the ranks \(2, 3, 4, 5\)"):
+        document_of_rank(record, 1)
+    with pytest.raises(ValueError, match="no documents"):
+        join_documents({})
+
+
+def test_values_of_ranks_are_merged_by_rank():
+    """F16: nodes whose ranks have values of their own make one manifest: rank 0's whole, of each other rank what differs from it, wherever it was."""
+    documents = {rank: document(epoch=3, rng=rank % 3, node=rank // 2) for rank in range(6)}
+    parts = []
+    for node, (ranks, some_rows) in enumerate([((1, 4), (0, 1)), ((0, 5), (1, 2)), ((2, 3), (2, 4))]):
+        values, by_rank = join_documents({rank: documents[rank] for rank in ranks})
+        parts.append(part(node, 3, rows=some_rows, world=6, ranks=ranks, values=msgspec.Raw(values), by_rank=by_rank))
+    manifest = merge(parts)
+    assert manifest.world == 6
+    assert bytes(manifest.values) == documents[0]
+    assert list(manifest.by_rank) == [1, 2, 3, 4, 5]
+    assert json.loads(bytes(manifest.by_rank[3])) == [["node", {"value": 1}]]
+    again = decode("manifest", encode("manifest", merge(parts[::-1])), Manifest, key="k")
+    assert again == manifest
+    assert {rank: document_of_rank(again, rank) for rank in range(6)} == documents
+    assert document_of_rank(again, 8) == documents[2]
+
+
+def test_a_record_of_one_rank_says_nothing_of_ranks():
+    """A record of one process bears no field that only worlds of several ranks need; a part of rank 0 alone comes back with its defaults."""
+    record = part()
+    assert {"world", "ranks", "shared", "by_rank", "nonfinite"}.isdisjoint(json.loads(encode("part", record))["body"])
+    assert {"world", "shared", "by_rank", "nonfinite"}.isdisjoint(json.loads(encode("manifest", merge([record])))["body"])
+    data = encode("part", msgspec.structs.replace(record, ranks=tuple(range(1))))
+    assert data == encode("part", record) == encode("part", decode("part", data, Part, key="k"))
+    told = json.loads(encode("part", part(1, 2, shared=False)))["body"]
+    assert (told["world"], told["ranks"], told["shared"]) == (2, [1], False)
+
+
+@pytest.mark.parametrize("pairs", [b"{}", b"[1]", b'[["a"]]', b'[["a",1,2]]', b"null", b'"x"'])
+def test_values_of_a_rank_that_cannot_be_read(pairs):
+    """F38: a rank's values that are no list of pairs, or lie beside a document of another form, are a CorruptionError that names the rank."""
+    with pytest.raises(CorruptionError, match="plain values of rank 1"):
+        document_of_rank(part(world=2, ranks=(0, 1), values=msgspec.Raw(document(a=1)), by_rank={1: msgspec.Raw(pairs)}), 1)
+    with pytest.raises(CorruptionError, match="plain values of rank 1"):
+        document_of_rank(part(world=2, ranks=(0, 1), values=msgspec.Raw(pairs), by_rank={1: msgspec.Raw(b"[]")}), 1)
+
+
+def test_a_manifest_with_values_of_strange_ranks_is_corruption():
+    """Values of rank 0 twice, or of a rank beyond the world, and more nodes than ranks are no sound manifest."""
+    manifest = merge([part()])
+    for changes in ({"by_rank": {0: msgspec.Raw(b"[]")}}, {"by_rank": {1: msgspec.Raw(b"[]")}}, {"world": 0}, {"nodes": 2}):
+        with pytest.raises(CorruptionError, match="cannot be"):
+            check(msgspec.structs.replace(manifest, **changes))
+
+
 def test_replicas_of_a_region_become_one_copy():
     """F18: two nodes that stored the same region with the same bytes give one shard, the first file's, in either order."""
     parts = [part(0, 2), part(1, 2, rows=(0, 4))]
@@ -196,7 +266,15 @@ BAD_PARTS = {
     "another shape": ([part(0, 2), part(1, 2, tensors=(TensorSpec("m.w", "F32", (4, 3), "m"),))], "another tensor 'm.w'"),
     "another alias": ([part(0, 2), part(1, 2, aliases={"m.tied": "m.b"})], "another alias"),
     "another size of a file": ([part(0, 2), part(1, 2, objects=(StoredObject("data/x/m-0.safetensors", 9999, 4096, D),))], "another file"),
-    "other values": ([part(0, 2), part(1, 2, values=msgspec.Raw(b"{}"))], "different plain values"),
+    "values that cannot be joined": ([part(0, 2, rows=(0, 2)), part(1, 2, rows=(2, 4), values=msgspec.Raw(b"{}"))], "plain values of rank"),
+    "another world": ([part(0, 2), part(1, 2, world=3)], "2 ranks and one store for all, 3 ranks"),
+    "a store of its own": ([part(0, 2), part(1, 2, shared=False)], "2 ranks and a store for each node"),
+    "a rank twice": ([part(0, 2), part(1, 2, ranks=(0, 1))], "rank 0 is on nodes 0 and 1"),
+    "a rank missing": ([part(0, 2, world=4), part(1, 2, world=4, ranks=(1, 3))], r"ranks \[2\] are on no node"),
+    "a rank too many": ([part(0, 2), part(1, 2, ranks=(1, 2))], "rank 2 is beyond the world of 2"),
+    "ranks out of order": ([part(0, 2), part(1, 2, ranks=(2, 1))], "not rising"),
+    "a node without ranks": ([part(0, 2), part(1, 2, ranks=())], "none, or not rising"),
+    "another node's values": ([part(0, 2), part(1, 2, by_rank={0: msgspec.Raw(b"[]")})], r"tells of ranks \[0\]"),
     "a gap": ([part(0, 2, rows=(0, 1)), part(1, 2, rows=(2, 4))], r"'m\.w'.*\[1:2, 0:2\]"),
     "an overlap": ([part(0, 2, rows=(0, 3)), part(1, 2, rows=(2, 4))], "overlap"),
     "replicas that differ": ([part(0, 2), part(1, 2, digests=(D[::-1],))], "overlap"),

@@ -188,6 +188,19 @@ def test_group_names_are_safe_and_never_meet():
     assert len({file.name.lower() for file in plan.files}) == len(GROUPS) - 1
 
 
+def test_a_file_tells_its_node():
+    """The node is read from the file's name, and a group that is called like the suffix of a node does not look like one."""
+    specs = [TensorSpec(f"{group}.w", "U8", (1,), group) for group in ("model", "model-n00007")]
+    files = [file.name for file in plan_save(specs, aliases={}).files]
+    assert [plans.node_of_file(name) for name in files] == [0, 0]
+    for node in (0, 6, 99_999):
+        plan, pieces = plans.lay_out(specs, [0, 1], [whole((1,))] * 2, aliases={}, suffix=plans.node_suffix(node))
+        assert [plans.node_of_file(file.name) for file in plan.files] == [node, node]
+        assert pieces == [0, 1]
+        assert len({file.name for file in plan.files}) == 2
+    assert plans.node_of_file("model-n00000-00001-of-00001.safetensors") == 0
+
+
 # -- restoring ------------------------------------------------------------------------------------------------------------
 
 

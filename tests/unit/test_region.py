@@ -59,6 +59,18 @@ def test_overlap_of_many_shards_is_fast_and_right(axis):
     assert shards[700].intersect(shards[701]) is not None
 
 
+def test_overlap_of_a_grid_is_fast_and_right():
+    """F14: four thousand cells of a two-dimensional mesh do not overlap, and their pairs are not looked at; one cell that is twice there, or moved, is found."""
+    cells = [Region((64 * row, 64 * column), (64, 64)) for row in range(64) for column in range(64)]
+    looked = []
+    watched = type("Watched", (Region,), {"intersect": lambda self, other: looked.append(other)})
+    assert overlap([watched(cell.offsets, cell.sizes) for cell in cells]) is None
+    assert not looked
+    assert overlap([*cells, cells[77]]) == (cells[77], cells[77])
+    moved = Region((64, 63), (64, 64))
+    assert moved in (overlap([*cells[:65], moved, *cells[66:]]) or ())
+
+
 @pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 7)])
 def test_boxes_refuses_ranges_out_of_the_box(begin, end):
     """A run that is not inside the box is a mistake."""
