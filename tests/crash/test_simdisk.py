@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 
 from everystep.errors import ConflictError
+from everystep.manifest import merge
 from everystep.policy import Keep
 from everystep.repository import CheckpointKey, Repository
 from everystep.store.local import LocalStore
 from everystep.testing import CrashingStore, PowerCut, SimDisk, Survival
-from everystep.testing.samples import persist
+from everystep.testing.samples import node_file, node_payload, persist, persist_node
 
 TTL_S = 100.0
 LATER = 1e12  # every hold, attempt and temporary file is old by then
@@ -30,6 +31,8 @@ class Journal:
     attempt: int = 0
     acknowledged: set[CheckpointKey] = dataclasses.field(default_factory=set)
     given_up: set[CheckpointKey] = dataclasses.field(default_factory=set)
+    refused: set[CheckpointKey] = dataclasses.field(default_factory=set)
+    """Given up before they were committed, for good."""
 
     @property
     def owed(self):
@@ -82,6 +85,58 @@ def history(repository, journal):
     save(repository, journal, CheckpointKey(10, second))
 
 
+def history_of_nodes(repositories, journal):
+    """Two nodes on one store: parts and commits by either, a node that dies before its part, givings up in and out of time, retention, a next job."""
+    lead, other = repositories
+    for one in repositories:
+        one.begin(create=True, run_id="00000000000000aa")
+        journal.run_id = one.run_id
+    first = lead.start_attempt(parent=None, now=1.0, world=2, nodes=2, number=1, job="j").attempt
+    journal.attempt = first
+    lead.renew(first, now=1.0, ttl_s=TTL_S)
+
+    def save_together(step, *, order):
+        key = CheckpointKey(step, first)
+        for node in order:
+            persist_node(repositories[node], key, node, 2, metrics={"loss": 1.0 / step})
+        for node in reversed(order):
+            repositories[node].commit(merge([repositories[node].read_part(key, part) for part in (0, 1)]))
+            journal.acknowledged.add(key)
+        return key
+
+    save_together(1, order=(0, 1))
+    save_together(2, order=(1, 0))
+    dead = CheckpointKey(3, first)
+    persist_node(lead, dead, 0, 2)  # the other node dies before its part
+    lead.give_up(dead, "node 1 died")
+    journal.refused.add(dead)
+    other.store.put(other.data_key(dead, node_file(1)), node_payload(dead, 1))  # it was only slow
+    kept = save_together(4, order=(0, 1))
+    try:
+        other.give_up(kept, "too late")
+        raise Violation("what is committed was given up")
+    except ConflictError:
+        pass
+    for kept_or_not in lead.retention(Keep(last=2), now=10.0):
+        if not kept_or_not.keep:
+            forget(lead, journal, CheckpointKey.parse(kept_or_not.key))
+    lead.sweep(lead.plan_sweep(now=2.0))
+    unfinished = CheckpointKey(5, first)
+    parts = [persist_node(one, unfinished, node, 2) for node, one in enumerate(repositories)]
+    half = CheckpointKey(6, first)
+    persist_node(other, half, 1, 2)
+    second = other.start_attempt(parent=kept, now=3.0, number=2, job="k").attempt  # the next job has one node
+    journal.attempt = second
+    other.renew(second, now=3.0, ttl_s=TTL_S)
+    other.sweep(other.plan_sweep(now=4.0))
+    try:
+        lead.commit(merge(parts))
+        raise Violation("an attempt that is over has committed")
+    except ConflictError:
+        pass
+    save(other, journal, CheckpointKey(5, second))
+
+
 def check(repository, journal):
     """The invariants that a restart relies on."""
     repository.begin(create=True)
@@ -93,6 +148,9 @@ def check(repository, journal):
     lost = journal.owed - set(keys)
     if lost:
         raise Violation(f"acknowledged and lost: {lost}")
+    false = journal.refused & {*keys, *(key for key in journal.refused if repository.committed(key))}
+    if false:
+        raise Violation(f"given up and committed all the same: {false}")
     for key in keys:
         for name, _, wrong in repository.verify(key, threads=1):
             if wrong:
@@ -139,19 +197,26 @@ def mounted(**options):
     return disk
 
 
-def cut_everywhere(store_class=LocalStore, repository_class=Repository, *, backwards=False):
+def cut_everywhere(store_class=LocalStore, repository_class=Repository, *, backwards=False, nodes=1):
     """Cut the power at each changing call of the history, look at each outcome; returns (calls, different disks found).
 
     ``backwards`` from the last call: bugs that show late are found sooner.
     """
+
+    def story(disk, journal):
+        if nodes == 1:
+            history(open_on(disk, store_class, repository_class), journal)
+        else:
+            history_of_nodes([open_on(disk, store_class, repository_class) for _ in range(nodes)], journal)
+
     disk, journal = mounted(), Journal()
-    history(open_on(disk, store_class, repository_class), journal)
+    story(disk, journal)
     calls, seen = len(disk.calls), set()
     for cut_at in sorted(range(1, calls + 2), reverse=backwards):
         disk, journal = mounted(), Journal()
         disk.cut_at = cut_at
         try:
-            history(open_on(disk, store_class, repository_class), journal)
+            story(disk, journal)
             disk.cut()  # after the last call
         except PowerCut:
             pass
@@ -159,7 +224,7 @@ def cut_everywhere(store_class=LocalStore, repository_class=Repository, *, backw
             found = disk.after_power_cut(survival, seed=seed * 1000 + cut_at)
             # Temporary names are random; two disks that differ only in those are the same case.
             files = tuple(sorted((path.split(".tmp-")[0], content) for path, content in found.files().items() if path.count("/") > 1))
-            state = (files, journal.run_id != "", journal.attempt, frozenset(journal.owed))
+            state = (files, journal.run_id != "", journal.attempt, frozenset(journal.owed), frozenset(journal.refused))
             if hash(state) in seen:
                 continue
             seen.add(hash(state))
@@ -175,6 +240,26 @@ def test_power_cut_at_every_call():
     calls, disks = cut_everywhere()
     assert calls > 250
     assert disks > 250
+
+
+def test_power_cut_at_every_call_of_two_nodes():
+    """F5, F47, F52: two nodes on one store, the power cut at any call of either: the previous one is good, and nothing is committed falsely."""
+    calls, disks = cut_everywhere(nodes=2)
+    assert calls > 200
+    assert disks > 200
+
+
+def test_store_dies_at_every_operation_of_two_nodes():
+    """The same when the store dies between two operations of either node, before or after the operation took effect."""
+    counting = CrashingStore(open_on(mounted()).store)
+    history_of_nodes([Repository(counting), Repository(counting)], Journal())
+    for cut_at in range(1, len(counting.operations) + 1):
+        for after in (False, True):
+            store, journal = open_on(mounted()).store, Journal()
+            dying = CrashingStore(store, cut_at=cut_at, after=after)
+            with pytest.raises(PowerCut):
+                history_of_nodes([Repository(dying), Repository(dying)], journal)
+            recover(Repository(store), journal)
 
 
 def test_store_dies_at_every_operation():
@@ -212,11 +297,28 @@ class DataDeletedFirst(Repository):
         return super().forget(key, sole_committer=sole_committer)
 
 
+class DeletesBeforeItIsDecided(Repository):
+    """Gives up by deleting first."""
+
+    def give_up(self, key, reason):
+        self._delete_data(key)
+        return super().give_up(key, reason)
+
+
+class ForgetsTheMark(Repository):
+    """Gives up without a word where the manifest would be: the tombstone is taken for one that came too late."""
+
+    def give_up(self, key, reason):
+        freed = super().give_up(key, reason)
+        self.store.delete(f"forgotten/{key}.json")
+        return freed
+
+
 class NoTombstone(Repository):
     """Sweeps what somebody may still commit without leaving word."""
 
-    def _sweep_data(self, key, name):
-        return self.store.delete_folder(name)
+    def _sweep_data(self, key, item):
+        return self.store.delete_folder(item.key)
 
 
 class BlindDeletion(Repository):
@@ -285,6 +387,13 @@ def test_finds_bugs_in_the_repository(bug):
     """A wrong order of writes or deletes in the repository is found by the harness."""
     with pytest.raises((Violation, ConflictError)):
         cut_everywhere(repository_class=bug, backwards=True)
+
+
+@pytest.mark.parametrize("bug", [DeletesBeforeItIsDecided, ForgetsTheMark])
+def test_finds_bugs_in_giving_up(bug):
+    """A wrong order of deciding and deleting among several nodes is found by the harness."""
+    with pytest.raises(Violation):
+        cut_everywhere(repository_class=bug, nodes=2, backwards=True)
 
 
 @pytest.mark.parametrize("bug", [NoFolderFsync, NoParentFsync, NoFileFsync, WritesInPlace])

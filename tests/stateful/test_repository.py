@@ -6,15 +6,17 @@ import contextlib
 import math
 
 import hypothesis
+import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
 from everystep.errors import ConflictError
+from everystep.manifest import merge
 from everystep.policy import Candidate, retain
 from everystep.repository import CheckpointKey, Repository
 from everystep.store.local import LocalStore
-from everystep.testing import SimDisk
-from everystep.testing.samples import payload, persist
+from everystep.testing import Mount, SimDisk
+from everystep.testing.samples import node_part, node_payload, payload, persist, persist_node
 from everystep.testing.strategies import candidates, checkpoint_keys, keeps, store_keys
 
 STEPS = st.integers(1, 30)
@@ -190,6 +192,130 @@ RepositoryMachine.TestCase.settings = hypothesis.settings(max_examples=60, state
 
 class TestRepository(RepositoryMachine.TestCase):
     """The repository does what the model does."""
+
+
+class NodesMachine(stateful.RuleBasedStateMachine):
+    """Two nodes, each with its own mount of one store. The model: whose parts are written, what is committed, and what is gone for good."""
+
+    def __init__(self):
+        super().__init__()
+        disk = SimDisk()
+        self.nodes = [Repository(LocalStore("/run", disk=Mount(disk), writers=1, sleep=[].append)) for _ in range(2)]
+        for one in self.nodes:
+            one.begin(create=True, run_id="00000000000000aa")
+        self.parents = {}
+        self.parts, self.committed, self.gone, self.alive = {}, set(), set(), set()
+        self.start(None)
+
+    def start(self, parent):
+        number = len(self.parents) + 1
+        self.nodes[number % 2].start_attempt(parent=parent, now=0.0, world=2, nodes=2, number=number, job=f"job {number}")
+        assert self.nodes[1 - number % 2].attempt_record(number).job == f"job {number}"
+        self.parents[number] = parent
+
+    @property
+    def attempt(self):
+        return len(self.parents)
+
+    def awaited(self, key):
+        """Whether the newest attempt is, or goes on from, what would be committed."""
+        attempt, limit = self.attempt, math.inf
+        while attempt != key.attempt:
+            parent = self.parents[attempt]
+            if parent is None:
+                return False
+            attempt, limit = parent.attempt, parent.step
+        return key.step <= limit
+
+    def refused(self, action, *kinds):
+        with pytest.raises(ConflictError) as caught:
+            action()
+        assert caught.value.kind in kinds
+
+    @stateful.rule(node=st.integers(0, 1), step=st.integers(1, 6))
+    def writes(self, node, step):
+        key = CheckpointKey(step, self.attempt)
+
+        def write():
+            persist_node(self.nodes[node], key, node, 2, metrics={"loss": float(step)})
+
+        if key in self.committed:
+            self.refused(write, "committed")
+        elif key in self.gone:
+            self.refused(write, "forgotten")
+        else:
+            write()
+            self.parts.setdefault(key, set()).add(node)
+
+    @stateful.precondition(lambda self: any(len(nodes) == 2 for nodes in self.parts.values()))
+    @stateful.rule(node=st.integers(0, 1), data=st.data(), read=st.booleans())
+    def commits(self, node, data, read):
+        key = data.draw(st.sampled_from(sorted(key for key, nodes in self.parts.items() if len(nodes) == 2)))
+        one = self.nodes[node]
+        if read and key not in self.gone:
+            parts = [one.read_part(key, other) for other in (1, 0)]
+        else:
+            parts = [node_part(key, other, 2, metrics={"loss": float(key.step)}) for other in (0, 1)]
+        if key in self.gone or not self.awaited(key):
+            self.refused(lambda: one.commit(merge(parts)), "forgotten", "superseded-attempt")
+        else:
+            one.commit(merge(parts))
+            self.committed.add(key)
+
+    @stateful.rule(node=st.integers(0, 1), step=st.integers(1, 6))
+    def gives_up(self, node, step):
+        key = CheckpointKey(step, self.attempt)
+        if key in self.committed:
+            self.refused(lambda: self.nodes[node].give_up(key, "no"), "committed")
+        else:
+            self.nodes[node].give_up(key, "no")
+            self.gone.add(key)
+
+    @stateful.precondition(lambda self: self.committed)
+    @stateful.rule(node=st.integers(0, 1), data=st.data())
+    def forgets(self, node, data):
+        key = data.draw(st.sampled_from(sorted(self.committed)))
+        assert self.nodes[node].forget(key) > 0
+        self.committed.discard(key)
+        self.gone.add(key)
+
+    @stateful.rule(data=st.data(), scratch=st.booleans())
+    def restart(self, data, scratch):
+        self.start(None if scratch or not self.committed else data.draw(st.sampled_from(sorted(self.committed))))
+
+    @stateful.rule(node=st.integers(0, 1), alive=st.booleans())
+    def sweeps(self, node, alive):
+        one = self.nodes[node]
+        one.renew(self.attempt, now=0.0, ttl_s=100.0 if alive else 0.0)
+        (self.alive.add if alive else self.alive.discard)(self.attempt)
+        swept = {key for key in self.parts if key.attempt not in self.alive or not self.awaited(key)}
+        one.sweep(one.plan_sweep(now=50.0))
+        self.gone |= swept - self.committed
+
+    @stateful.invariant()
+    def agrees(self):
+        for one in self.nodes:
+            assert set(one.keys()) == self.committed
+            for key in self.parts:
+                assert one.committed(key) == (key in self.committed)
+                if key.attempt == self.attempt:
+                    assert (one.given_up(key) is None) == (key not in self.gone)
+                    if key not in self.gone:
+                        assert one.parts_there(key) == self.parts[key]
+
+    @stateful.invariant()
+    def every_byte_is_there(self):
+        for key in self.committed:
+            for node, stored in enumerate(self.nodes[0].manifest(key).objects):
+                assert self.nodes[1].store.get(stored.key) == node_payload(key, node)
+            assert self.nodes[1].metrics(key) == {"loss": float(key.step)}
+
+
+NodesMachine.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=20)
+
+
+class TestNodes(NodesMachine.TestCase):
+    """F47: two committing nodes on one store do what the model does."""
 
 
 @hypothesis.given(candidates(), keeps())

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from everystep.errors import CapacityError, ConfigError, PermanentStoreError, TransientStoreError
+from everystep.errors import CapacityError, ConfigError, NotFoundError, PermanentStoreError, TransientStoreError
 from everystep.store import local, open_store
 from everystep.store.disk import RealDisk, address
 from everystep.store.local import LocalStore
-from everystep.testing import FaultPlan, SimDisk, Survival
+from everystep.testing import FaultPlan, Mount, SimDisk, Survival
 
 MIB = 1 << 20
 
@@ -175,7 +175,7 @@ def test_the_winner_is_told_so_after_a_hiccup(kind, links):
 
 def test_failing_reads_are_tried_once_more():
     """EIO while reading may pass, once; twice it is an error. A disk that is full or read-only is never asked again."""
-    reads = [("read", lambda s: s.get("before")), ("pread", lambda s: s.get("before")), ("stat", lambda s: s.size("before")),
+    reads = [("read", lambda s: s.get("before")), ("pread", lambda s: s.get("before")), ("fstat", lambda s: s.size("before")),
              ("scandir", lambda s: list(s.list(""))), ("pread", lambda s: s.read_into("before", 0, memoryview(bytearray(4))))]  # fmt: skip
     for kind, read in reads:
         store, disk = on(FaultPlan(kind, 1, errno.EIO))
@@ -239,6 +239,130 @@ def test_get_reads_to_the_end(nbytes, told):
     content = os.urandom(nbytes)
     store.put("x", content)
     assert store.get("x") == content
+
+
+# -- several machines on one network file system -------------------------------------------------------------------------------
+
+
+def machines(**options):
+    """The same store as two machines see it that mount one disk, and the mounts."""
+    server = SimDisk(**options)
+    mounts = [Mount(server), Mount(server)]
+    stores = [LocalStore("/run", disk=mount, sleep=[].append) for mount in mounts]
+    stores[0].put("before", b"kept")
+    return stores, mounts
+
+
+@pytest.mark.parametrize("key", ["x", "m/x", "data/k/x"])
+@pytest.mark.parametrize("read", [
+    lambda s, key: s.get(key), lambda s, key: s.size(key), lambda s, key: s.read_into(key, 0, memoryview(bytearray(3))),
+])  # fmt: skip
+def test_a_name_that_was_not_there(key, read):
+    """F34: what this machine remembers to be missing is found once another has made it, however deep its new folders are."""
+    (one, other), _ = machines()
+    for _ in range(2):
+        with pytest.raises(NotFoundError):
+            read(other, key)
+    one.put(key, b"abc")
+    read(other, key)
+    one.delete(key)
+    with pytest.raises(NotFoundError):
+        read(other, key)
+
+
+def test_a_folder_that_was_not_there():
+    """F34: a folder that was missing, and files in it, are listed once another machine has made them; sizes of replaced records are new."""
+    (one, other), _ = machines()
+    for _ in range(2):
+        assert list(other.list("data/k/")) == []
+        assert other.folders("data/") == []
+    one.put("data/k/x", b"abc")
+    assert list(other.list("data/k/")) == [("data/k/x", 3)]
+    assert other.folders("data/") == ["k"]
+    one.replace("alive/1", b"short")
+    assert other.size("alive/1") == 5
+    one.replace("alive/1", b"rather long")
+    assert other.size("alive/1") == 11
+    assert list(other.list("alive/")) == [("alive/1", 11)]
+
+
+def test_listed_but_remembered_to_be_missing():
+    """F34: a name that the listing has is not left out because this machine remembers that it was not there."""
+    (one, other), mounts = machines()
+    with pytest.raises(NotFoundError):
+        other.get("x")
+    one.put("x", b"abc")
+    scandir = mounts[1].scandir
+
+    def without_asking(path):
+        remembered = set(mounts[1]._absent)
+        found = scandir(path)
+        mounts[1]._absent |= remembered
+        return found
+
+    mounts[1].scandir = without_asking
+    assert list(other.list("")) == [("before", 4), ("x", 3)]
+
+
+@pytest.mark.parametrize("act", ["replace", "delete"])
+@pytest.mark.parametrize("read", [
+    lambda s: s.get("r"), lambda s: s.read_into("r", 0, view := memoryview(bytearray(8))) or bytes(view),
+])  # fmt: skip
+def test_changed_by_another_machine_while_it_is_read(act, read):
+    """F42: a record that another machine replaces while it is open here reads as stale, and is read anew; a deleted one is not found."""
+    (one, other), mounts = machines()
+    one.replace("r", b"old old ")
+    opening = mounts[1].open
+
+    def open_and_wait(path, flags):
+        fd = opening(path, flags)
+        if path.endswith("/r"):
+            mounts[1].open = opening
+            if act == "replace":
+                one.replace("r", b"new new ")
+            else:
+                one.delete("r")
+        return fd
+
+    mounts[1].open = open_and_wait
+    if act == "replace":
+        assert read(other) == b"new new "
+    else:
+        with pytest.raises(NotFoundError):
+            read(other)
+    assert mounts[1].stale_reads == 1
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_create_of_a_name_that_was_not_there(links):
+    """F34: a machine that remembers a name to be free does not overwrite what another has created under it, with and without hard links."""
+    (one, other), _ = machines(links=links)
+    with pytest.raises(NotFoundError):
+        other.get("m/x")
+    assert one.create("m/x", b"first")
+    assert not other.create("m/x", b"second")
+    assert one.get("m/x") == other.get("m/x") == b"first"
+
+
+def test_writing_into_a_folder_that_another_machine_deleted():
+    """F42: a folder that this machine has made and another has deleted since is made again."""
+    (one, other), _ = machines()
+    other.put("data/k/x", b"1")
+    one.delete_folder("data/k/")
+    other.put("data/k/y", b"2")
+    assert list(one.list("data/")) == [("data/k/y", 1)]
+
+
+def test_files_that_are_still_open():
+    """F42: what NFS keeps of a deleted file that is open here does not make the deletion of its folder fail; later it goes."""
+    store, disk = on()
+    store.put("data/k/x", b"123")
+    disk.close(disk.open("/run/data/k/.nfs000000000000abcd", os.O_CREAT | os.O_WRONLY))
+    assert store.delete_folder("data/k/") == 3
+    assert store.folders("data/") == ["k"]
+    disk.unlink("/run/data/k/.nfs000000000000abcd")
+    store.delete_folder("data/k/")
+    assert store.folders("data/") == []
 
 
 def test_folders_are_remembered_by_several_threads():

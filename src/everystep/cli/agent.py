@@ -33,12 +33,15 @@ class Living:
     version: str
     trainers: tuple[int, ...]
     snapshots: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...] = ()
+    """What is amiss at present."""
 
 
 @app.command("ls", cls=Command, short_help="List the agents of this node.")
 @guarded
 def ls(as_json: output.AsJson = False) -> None:
-    """List the agents of this node that this user may talk to, and what they hold in memory."""
+    """List the agents of this node that this user may talk to, and what they hold in memory: their node's own snapshots, and copies of
+    other nodes' (replicas)."""
     from everystep.agent import find_agents
 
     found = [_ask(agent.run_url, agent.run_id) for agent in find_agents()]
@@ -48,11 +51,16 @@ def ls(as_json: output.AsJson = False) -> None:
     elif not living:
         output.print_text("no agent runs on this node")
     else:
+        several = any(snapshot["nodes"] > 1 for one in living for snapshot in one.snapshots)
         output.print_table(
-            ["pid", "run", "trainer", "snapshots", "in memory", "newest step", "version"],
-            [_cells(one) for one in living],
+            ["pid", "run", "trainer", *(["node"] if several else []), "snapshots", "in memory", "newest step",
+             *(["copies for others"] if several else []), "version"],
+            [_cells(one, several=several) for one in living],
             right=["pid", "snapshots", "in memory", "newest step"],
-        )
+        )  # fmt: skip
+        for one in living:
+            for note in one.notes:
+                output.print_text(f"agent {one.pid}: {note}")
 
 
 @app.command("stats", cls=Command, short_help="Counters and times of a living agent.")
@@ -157,22 +165,32 @@ def _ask(run_url: str, run_id: str) -> Living | None:
         with contextlib.closing(client):
             welcome = client.welcome
             held = tuple(
-                {"step": one.step, "attempt": one.attempt, "nbytes": one.nbytes, "saved_at": one.saved_at, "persisted": one.persisted}
+                {
+                    "step": one.step, "attempt": one.attempt, "nbytes": one.nbytes, "saved_at": one.saved_at, "persisted": one.persisted,
+                    "node": one.node, "nodes": one.nodes, "world": one.world, "replica": one.replica,
+                }
                 for one in client.snapshots()
             )
-            return Living(welcome.pid, welcome.run_url, welcome.run_id, welcome.version, tuple(welcome.trainers), held)
+            notes: tuple[str, ...] = ()
+            with contextlib.suppress(errors.AgentError):  # one of another version does not tell
+                notes = tuple(sorted(dict(client.stats().get("notes") or {}).values()))  # type: ignore[call-overload]
+            return Living(welcome.pid, welcome.run_url, welcome.run_id, welcome.version, tuple(welcome.trainers), held, notes)
     except (errors.NotFoundError, errors.AgentError):
         return None  # it ended while we looked
 
 
-def _cells(one: Living) -> list[str]:
-    newest = max((snapshot["step"] for snapshot in one.snapshots), default=None)
+def _cells(one: Living, *, several: bool) -> list[str]:
+    own = [snapshot for snapshot in one.snapshots if not snapshot["replica"]]
+    newest = max(own, key=lambda snapshot: (snapshot["attempt"], snapshot["step"]), default=None)
+    copies = [f"step {snapshot['step']} of node {snapshot['node'] + 1}" for snapshot in one.snapshots if snapshot["replica"]]
     return [
         str(one.pid),
         one.run,
         ", ".join(map(str, one.trainers)) or "none",
-        str(len(one.snapshots)),
+        *([f"{newest['node'] + 1} of {newest['nodes']}" if newest else "?"] if several else []),
+        str(len(own)),
         output.nbytes(sum(snapshot["nbytes"] for snapshot in one.snapshots)),
-        "-" if newest is None else str(newest),
+        "-" if newest is None else str(newest["step"]),
+        *([", ".join(copies) or "none"] if several else []),
         one.version,
     ]

@@ -117,10 +117,11 @@ def _digests(manifest: Manifest) -> dict[str, list[tuple[object, int, tuple[str,
 def _read(reader: ManifestReader, name: str, spec: TensorSpec) -> torch.Tensor:
     import torch
 
+    from everystep.trainer.restoring import Wanted
     from everystep.trainer.tensors import DTYPES
 
     tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-    reader.read([(name, tensor)])
+    reader.read([Wanted(name, tensor)])
     return tensor
 
 

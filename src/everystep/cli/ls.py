@@ -37,9 +37,10 @@ def ls(
     elif not rows:
         output.print_text(f"{run}: no checkpoint yet")
     else:
+        several = any(row.saved.world > 1 for row in rows)
         output.print_table(
-            ["", "step", "attempt", "age", "size", "where", "marks", "metrics"],
-            [_cells(row, now=now) for row in rows],
+            ["", "step", "attempt", "age", "size", *(["saved by"] if several else []), "where", "marks", "metrics"],
+            [_cells(row, now=now, several=several) for row in rows],
             right=["step", "attempt", "age", "size"],
         )
         on_disk = [row for row in rows if "disk" in row.where]
@@ -48,6 +49,10 @@ def ls(
             f"{output.plural(len(on_disk), 'checkpoint')} on disk, {output.nbytes(total)} of data files; "
             f"{len(rows) - len(on_disk)} only in memory"
         )
+        apart = [row for row in on_disk if not row.saved.shared]
+        if apart:
+            whose = apart[-1].saved.whose()
+            output.print_text(f"each node has a store of its own: here are the files of {whose}, the others' are on their nodes")
     damaged = [row for row in rows if row.damage]
     if damaged:
         error = errors.CorruptionError(
@@ -59,12 +64,13 @@ def ls(
         raise typer.Exit(12)
 
 
-def _cells(row: runs.Row, *, now: float) -> list[str]:
+def _cells(row: runs.Row, *, now: float, several: bool) -> list[str]:
     marks = [
         *(["pinned"] if row.pinned else []),
         *(["best"] if row.best else []),
         *({True: ["verified"], False: ["corrupt"], None: []}[row.verified]),
         *([] if row.in_lineage else ["abandoned"]),
+        *([] if row.damage or row.saved.complete else [f"files of {row.saved.whose()}"]),
     ]
     return [
         "*" if row.newest else "" if row.in_lineage else "~",
@@ -72,6 +78,7 @@ def _cells(row: runs.Row, *, now: float) -> list[str]:
         str(row.key.attempt),
         "?" if row.saved_at is None else output.age(now - row.saved_at),
         "?" if row.damage else output.nbytes(row.nbytes),
+        *([str(row.saved)] if several else []),
         "+".join(row.where),
         " ".join(marks),
         " ".join(f"{name}={output.number(value)}" for name, value in sorted(row.metrics.items())),

@@ -15,10 +15,13 @@ from everystep import errors
 from everystep.agent import messages
 from everystep.agent.client import AgentClient
 from everystep.cli import output
-from everystep.manifest import Manifest
+from everystep.manifest import Manifest, Part
 from everystep.repository import CheckpointKey, Repository
 
-__all__ = ["Row", "Run", "Step", "gather", "in_memory", "in_memory_only", "mark_best", "open_run", "resolve", "stored_nbytes", "visit"]
+__all__ = [
+    "Row", "Run", "Saved", "Step", "gather", "in_memory", "in_memory_only", "mark_best", "open_run", "resolve", "saved_by", "stored_nbytes",
+    "visit",
+]  # fmt: skip
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's directory.")]
 Step = Annotated[str, typer.Argument(metavar="STEP", help="A step number, `latest`, or a whole key such as 000000000150-0002.")]
@@ -108,6 +111,45 @@ def visit(repository: Repository) -> Iterator[AgentClient | None]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Who saved a checkpoint, and whose files are in the store that is looked at."""
+
+    nodes: int = 1
+    world: int = 1
+    shared: bool = True
+    """False: each node's store has its own files only."""
+    here: tuple[int, ...] = (0,)
+    """The nodes, counted from 0, whose files are (or whose share in memory is) here."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all nodes' files are here."""
+        return len(self.here) == self.nodes
+
+    def __str__(self) -> str:
+        ranks = output.plural(self.world, "rank")
+        return ranks if self.nodes == 1 else f"{ranks} on {self.nodes} nodes"
+
+    def whose(self) -> str:
+        """Whose files are here, for people: ``node 2 of 4``; nodes are counted from 1 as in the names of files."""
+        if not self.here:
+            return f"no node of {self.nodes}"
+        numbers = ", ".join(str(node + 1) for node in self.here)
+        return f"{'node' if len(self.here) == 1 else 'nodes'} {numbers} of {self.nodes}"
+
+    def document(self) -> dict[str, object]:
+        """As JSON."""
+        return {"nodes": self.nodes, "world": self.world, "shared": self.shared, "nodes_here": list(self.here)}
+
+
+def saved_by(repository: Repository, key: CheckpointKey, manifest: Manifest) -> Saved:
+    """Who saved a committed checkpoint, and whose files are in this store."""
+    apart = manifest.nodes > 1 and not manifest.shared
+    here = tuple(sorted(repository.parts_there(key))) if apart else tuple(range(manifest.nodes))
+    return Saved(nodes=manifest.nodes, world=manifest.world, shared=manifest.shared, here=here)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One checkpoint or snapshot as ``ls`` shows it."""
 
@@ -122,6 +164,7 @@ class Row:
     best: bool = False
     verified: bool | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    saved: Saved = Saved()
     damage: str = ""
     """Why the manifest cannot be read, or empty."""
 
@@ -134,6 +177,7 @@ class Row:
             "saved_at": self.saved_at,
             "age_s": None if self.saved_at is None else now - self.saved_at,
             "nbytes": self.nbytes,
+            **self.saved.document(),
             "where": list(self.where),
             "newest": self.newest,
             "in_lineage": self.in_lineage,
@@ -145,22 +189,24 @@ class Row:
         }
 
 
-def stored_nbytes(manifest: Manifest) -> int:
+def stored_nbytes(manifest: Manifest | Part) -> int:
     """Bytes of the data files that a checkpoint refers to."""
     return sum(stored.nbytes for stored in manifest.objects)
 
 
 def gather(repository: Repository) -> list[Row]:
     """Every checkpoint and snapshot of the run, in order of attempt and step; the newest restorable one is marked."""
-    snapshots = {CheckpointKey(item.step, item.attempt): item for item in in_memory(repository)}
+    snapshots: dict[CheckpointKey, list[messages.SnapshotSummary]] = {}
+    for item in in_memory(repository):
+        snapshots.setdefault(CheckpointKey(item.step, item.attempt), []).append(item)
     lineage = set(repository.lineage())
     rows: dict[CheckpointKey, Row] = {}
     for key in repository.keys():
         with contextlib.suppress(errors.NotFoundError):  # retention took it while we looked
             rows[key] = _disk_row(repository, key, in_lineage=key in lineage, snapshot=snapshots.get(key))
-    for key, item in snapshots.items():
+    for key, items in snapshots.items():
         if key not in rows:
-            rows[key] = Row(key=key, saved_at=item.saved_at, nbytes=item.nbytes, where=("memory",), in_lineage=repository.in_lineage(key))
+            rows[key] = _memory_row(key, items, in_lineage=repository.in_lineage(key))
     ordered = [rows[key] for key in sorted(rows, key=lambda key: (key.attempt, key.step))]
     restorable = [row.key for row in ordered if row.in_lineage and not row.damage and row.verified is not False]
     newest = max(restorable, key=lambda key: (key.attempt, key.step), default=None)
@@ -177,13 +223,25 @@ def in_memory(repository: Repository) -> Sequence[messages.SnapshotSummary]:
             return ()
 
 
-def _disk_row(repository: Repository, key: CheckpointKey, *, in_lineage: bool, snapshot: messages.SnapshotSummary | None) -> Row:
+def _memory_row(key: CheckpointKey, items: Sequence[messages.SnapshotSummary], *, in_lineage: bool) -> Row:
+    """Of the agent's own share and the copies that it holds for other nodes."""
+    first = items[0]
+    saved = Saved(nodes=first.nodes, world=first.world, here=tuple(sorted({item.node for item in items})))
+    return Row(
+        key=key, saved_at=max(item.saved_at for item in items), nbytes=sum(item.nbytes for item in items), where=("memory",),
+        in_lineage=in_lineage, saved=saved,
+    )  # fmt: skip
+
+
+def _disk_row(
+    repository: Repository, key: CheckpointKey, *, in_lineage: bool, snapshot: Sequence[messages.SnapshotSummary] | None
+) -> Row:
     where = ("disk",) if snapshot is None else ("memory", "disk")
     pinned, verified = repository.pinned(key), repository.verified(key)
     try:
         manifest = repository.manifest(key)
     except errors.CorruptionError as error:
-        saved_at = None if snapshot is None else snapshot.saved_at
+        saved_at = None if snapshot is None else snapshot[0].saved_at
         return Row(
             key=key, saved_at=saved_at, nbytes=0, where=where, in_lineage=in_lineage, pinned=pinned, verified=False, damage=error.message
         )
@@ -196,6 +254,7 @@ def _disk_row(repository: Repository, key: CheckpointKey, *, in_lineage: bool, s
         pinned=pinned,
         verified=verified,
         metrics=repository.metrics(key),
+        saved=saved_by(repository, key, manifest),
     )
 
 

@@ -49,6 +49,8 @@ def print_stats(document: Mapping[str, Any], *, source: str) -> None:
     if counters:
         output.print_table(["counter", ""], [[name, f"{value:,}"] for name, value in counters.items()], right=[""])
         output.print_text()
+    for note in dict(document.get("notes") or {}).values():
+        output.print_text(note)
     phases = document.get("phases", {})
     if not phases:
         output.print_text("no phase was measured yet")

@@ -24,6 +24,7 @@ class Checked:
     """Of them, bytes of data files: what ``ls`` and ``show`` call the size. The rest is the manifest and its parts."""
     bad: tuple[tuple[str, str], ...]
     """(object key, what is wrong with it)."""
+    saved: runs.Saved = dataclasses.field(default_factory=runs.Saved)
 
     def document(self) -> dict[str, object]:
         """As JSON."""
@@ -34,6 +35,7 @@ class Checked:
             "good": not self.bad,
             "nbytes": self.nbytes,
             "data_nbytes": self.data_nbytes,
+            **self.saved.document(),
             "bad": [{"object": name, "what": what} for name, what in self.bad],
         }
 
@@ -47,6 +49,8 @@ def verify(
     as_json: output.AsJson = False,
 ) -> None:
     """Read every byte of a checkpoint back and compare it with its digest; names what is wrong, and remembers the result.
+
+    Where each node has a store of its own, this is about the files of the node whose store it is.
 
     Exits with 12 when anything is wrong.
     """
@@ -95,14 +99,16 @@ def check(repository: Repository, key: CheckpointKey, *, threads: int) -> Checke
         return Checked(key, 0, 0, ((error.key or "manifest", error.message),))
     files = {stored.key for stored in manifest.objects}
     done, data, bad = 0, 0, []
-    with output.progress(f"verify {key.step}", runs.stored_nbytes(manifest)) as advance, repository.hold(key):
+    saved = runs.saved_by(repository, key, manifest)
+    expected = runs.stored_nbytes(manifest) if saved.complete else sum(nbytes for _, nbytes in repository.store.list(f"data/{key}/"))
+    with output.progress(f"verify {key.step}", expected) as advance, repository.hold(key):
         for name, count, what in repository.verify(key, threads=threads):
             done += count
             data += count if name in files else 0
             advance(count)
             if what:
                 bad.append((name, what))
-    return Checked(key, done, data, tuple(bad))
+    return Checked(key, done, data, tuple(bad), saved)
 
 
 def _remember(repository: Repository, result: Checked) -> None:
@@ -115,6 +121,7 @@ def _remember(repository: Repository, result: Checked) -> None:
 
 def _report(result: Checked) -> None:
     if not result.bad:
-        output.print_text(f"{result.key}  good     {output.nbytes(result.data_nbytes)} of data files, and the manifest")
+        apart = "" if result.saved.complete else f"; here are only the files of {result.saved.whose()}: verify on the other nodes too"
+        output.print_text(f"{result.key}  good     {output.nbytes(result.data_nbytes)} of data files, and the manifest{apart}")
     for name, what in result.bad:
         output.print_text(f"{result.key}  CORRUPT  {name}: {what}")

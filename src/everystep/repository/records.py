@@ -11,6 +11,7 @@ import msgspec
 from everystep.errors import ConfigError, CorruptionError
 
 _KEY = re.compile(r"([0-9]{12,})-([0-9]{4,})")
+_PART = re.compile(r"node-([0-9]{5,})\.json")
 UNREADABLE = (CorruptionError, ConfigError)
 """What ``decode`` raises: damaged, or of a newer format. One such record must not keep the others from being used."""
 
@@ -44,6 +45,10 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     world: int = 1
     nodes: int = 1
     versions: dict[str, str] = {}
+    job: str = ""
+    """Random id of the agreement between the ranks that claimed it; the same in every store of the job."""
+    shared: bool = True
+    """Whether all nodes see this store. False: each node has a store of its own, with its own files in it."""
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -67,6 +72,14 @@ class RunRecord(msgspec.Struct, frozen=True):
     """``run.json``."""
 
     run_id: str
+
+
+class Tombstone(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``forgotten/<key>.json``: what has one counts for nothing."""
+
+    reason: str = ""
+    given_up: bool = False
+    """True: given up before it was committed (see ``fates.py``); False: forgotten, for good."""
 
 
 class AliveRecord(msgspec.Struct, frozen=True):
@@ -156,6 +169,29 @@ def within(key: CheckpointKey, limits: Mapping[int, int | None]) -> bool:
     return limit is None or key.step <= limit
 
 
+def lineage_limits(claims: Iterable[int], parents: Mapping[int, tuple[int, int] | None]) -> dict[int, int | None]:
+    """The newest attempt's lineage: for each attempt in it the newest step that belongs to it, or None for all of them.
+
+    Args:
+        claims: Every attempt that was ever claimed.
+        parents: By attempt the (attempt, step) that it went on from; None: from scratch; absent: its record is lost, and its parent is
+            taken to be all of the attempt before it.
+    """
+    known = sorted(set(claims), reverse=True)
+    limits: dict[int, int | None] = {}
+    number, limit = known[0] if known else 0, None
+    while number > 0 and number not in limits:
+        limits[number] = limit
+        if number not in parents:
+            number, limit = next((claim for claim in known if claim < number), 0), None
+        else:
+            parent = parents[number]
+            if parent is None:
+                break
+            number, limit = parent
+    return limits
+
+
 def parsed(text: str) -> CheckpointKey | None:
     """The key in ``text``, or None."""
     try:
@@ -169,6 +205,18 @@ def manifest_key(key: CheckpointKey) -> str:
     return f"manifests/{key}.json"
 
 
+def tombstone_key(key: CheckpointKey) -> str:
+    """Store key of a tombstone."""
+    return f"forgotten/{key}.json"
+
+
 def part_name(node: int) -> str:
     """Parts are numbered from 1 in their names, as the data files are; ``Part.node`` counts from 0."""
     return f"node-{node + 1:05d}.json"
+
+
+def node_of(name: str) -> int | None:
+    """The node whose part has this name (counted from 0), or None when it is no part's."""
+    found = _PART.fullmatch(name)
+    node = int(found[1]) - 1 if found else -1
+    return node if node >= 0 and part_name(node) == name else None

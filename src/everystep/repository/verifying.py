@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 
-from everystep.errors import CorruptionError, NotFoundError, TransientStoreError
-from everystep.manifest import BLOCK_NBYTES, Manifest, Part, Shard, decode, digest, encode, merge
+import msgspec
+
+from everystep.errors import CheckpointError, CorruptionError, NotFoundError, TransientStoreError
+from everystep.manifest import BLOCK_NBYTES, Manifest, Part, Shard, decode, digest, document_of_rank, encode, merge
 from everystep.repository.records import UNREADABLE
 from everystep.store import Store
 from everystep.transfer import Buffers, Transfer
@@ -40,13 +42,58 @@ def verify_parts(store: Store, names: Sequence[str], manifest_bytes: bytes) -> I
         yield name, nbytes, wrong
 
 
-def verify_objects(store: Store, manifest: Manifest, *, threads: int) -> Iterator[Verdict]:
-    """Read every data file: its size, its header, each block of each shard."""
+def verify_own_parts(store: Store, names: Sequence[str], manifest: Manifest, folder: str) -> Generator[Verdict, None, set[str]]:
+    """Read the parts of the nodes whose store this is; each must say what the manifest says. Returns the keys of their data files."""
+    if not names:
+        yield folder, 0, "no node's part is here"
+    objects: set[str] = set()
+    for name in names:
+        nbytes = 0
+        try:
+            data = store.get(name)
+            nbytes = len(data)
+            part = decode("part", data, Part, key=name)
+        except NotFoundError:
+            yield name, 0, "it is missing"
+        except (*UNREADABLE, TransientStoreError) as error:
+            yield name, nbytes, error.message
+        else:
+            objects |= {stored.key for stored in part.objects}
+            try:
+                wrong = "" if _agrees(part, manifest) else "it does not agree with the manifest"
+            except (CheckpointError, IndexError) as error:
+                wrong = f"it does not agree with the manifest: {error}"
+            yield name, nbytes, wrong
+    return objects & {stored.key for stored in manifest.objects}
+
+
+def _agrees(part: Part, manifest: Manifest) -> bool:
+    """Whether the manifest can have been merged from this part and others."""
+    told = [(record.step, record.attempt, record.nodes, record.world, record.shared) for record in (part, manifest)]
+    if told[0] != told[1] or not {*part.tensors} <= {*manifest.tensors} or not {*part.objects} <= {*manifest.objects}:
+        return False
+    if not part.aliases.items() <= manifest.aliases.items() or not part.metrics.items() <= manifest.metrics.items():
+        return False
+    # Of a region that several nodes stored the manifest has one copy.
+    known = {(manifest.tensors[shard.tensor].name, shard.region, shard.digests) for shard in manifest.shards}
+    if any((part.tensors[shard.tensor].name, shard.region, shard.digests) not in known for shard in part.shards):
+        return False
+    return all(_document(part, rank) == _document(manifest, rank) for rank in part.ranks)
+
+
+def _document(record: Part | Manifest, rank: int) -> object:
+    return msgspec.json.decode(document_of_rank(record, rank))
+
+
+def verify_objects(store: Store, manifest: Manifest, *, threads: int, only: Container[str] | None = None) -> Iterator[Verdict]:
+    """Read every data file (or ``only`` these): its size, its header, each block of each shard."""
     shards: dict[int, list[Shard]] = {}
     for shard in manifest.shards:
         shards.setdefault(shard.object, []).append(shard)
     with Transfer(threads=threads) as transfer, Buffers(_READ_NBYTES) as buffers:
         for number, stored in enumerate(manifest.objects):
+            if only is not None and stored.key not in only:
+                continue
             found = 0
             try:
                 found = store.size(stored.key)

@@ -11,6 +11,10 @@ Large objects go past the page cache (O_DIRECT) in blocks, several in flight, wh
 and fsync. Where the file system or the buffer does not allow it, the same code writes buffered; what a device refused once is not
 tried on it again.
 
+Where several machines mount one file system, each remembers names and attributes for a while, also that a name is *not* there. A file
+that is opened is asked for anew (so sizes are taken of open files); before a read reports that something is missing, the folders above it
+are opened, which makes the mount ask its server about their names, and it is looked for again.
+
 What a moment may mend (a stale NFS handle, a mount that did not answer in time) is tried again from the start, three times within about
 a second; a read that fails with EIO, once. A write that fails with EIO never: what the kernel had taken may be lost, and a second
 attempt that succeeds would hide it. The same for a disk that is full or read-only.
@@ -52,6 +56,8 @@ _LARGE = 1 << 20
 _PAUSES_S = (0.05, 0.2, 0.5)
 """Before each further try of what failed with one of ``_PASSING``."""
 _PASSING = (errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY)
+_STILL_OPEN = ".nfs"
+"""What NFS makes of a deleted file that is open on this machine still; it goes, and its folder can, when it is closed."""
 _MUTEX_TRIES = 200
 _MUTEX_WAIT_S = 0.01
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -239,7 +245,11 @@ class LocalStore:
         path = self._file(key)
 
         def measure() -> int:
-            found = self._disk.stat(path)
+            fd = self._disk.open(path, os.O_RDONLY)
+            try:
+                found = self._disk.fstat(fd)
+            finally:
+                self._disk.close(fd)
             if found.is_folder:
                 raise FileNotFoundError(errno.ENOENT, "is a folder")
             return found.nbytes
@@ -346,6 +356,22 @@ class LocalStore:
             return False
         return True
 
+    def _ask_again(self, path: str) -> bool:
+        """Open the folders above ``path``, from the store's own down: their names are asked for anew. False where one is not there."""
+        folder = self.path
+        below = os.path.relpath(os.path.dirname(path), folder) if path != folder else "."
+        for name in ("", *(below.split("/") if below != "." else ())):
+            folder = f"{folder.rstrip('/')}/{name}" if name else folder
+            try:
+                self._disk.close(self._disk.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+            except OSError:
+                return False
+        return True
+
+    def _exists(self, path: str) -> bool:
+        """Whether a file is there, whatever this machine remembers."""
+        return self._is_there(path) or (self._ask_again(path) and self._is_there(path))
+
     def _mkdir(self, path: str) -> None:
         try:
             self._disk.mkdir(path)
@@ -367,13 +393,10 @@ class LocalStore:
             self._disk.close(fd)
 
     def _entries(self, path: str, prefix: str) -> Sequence[Entry]:
-        def scan() -> Sequence[Entry]:
-            try:
-                return self._disk.scandir(path)
-            except FileNotFoundError:
-                return []
-
-        return self._do("list", prefix, scan, reads=True)
+        try:
+            return self._do("list", prefix, lambda: self._disk.scandir(path), reads=True)
+        except NotFoundError:
+            return []
 
     def _walk(self, prefix: str, *, closed: bool = False) -> Iterator[tuple[str, int, float]]:
         """(key, nbytes, modified at) of every file below, sorted by key. One that vanishes meanwhile is left out, and with ``closed``
@@ -409,8 +432,12 @@ class LocalStore:
     def _remove_tree(self, path: str) -> int:
         freed = 0
         for last in (False, False, True):  # again when somebody adds files meanwhile
+            kept_open = 0
             for entry in self._disk.scandir(path):
                 below = f"{path}/{entry.name}"
+                if entry.is_file and entry.name.startswith(_STILL_OPEN):
+                    kept_open += 1
+                    continue
                 if entry.is_folder:
                     freed += self._remove_tree(below)
                     continue
@@ -420,6 +447,8 @@ class LocalStore:
                 except FileNotFoundError:
                     continue
                 freed += nbytes
+            if kept_open:
+                break
             try:
                 self._disk.rmdir(path)
                 break
@@ -431,17 +460,16 @@ class LocalStore:
     # -- one new file ----------------------------------------------------------------------------------------------
     def _write_new(self, path: str, view: memoryview, nbytes: int, publish: Callable[[str], bool], *, withdraw: bool) -> bool:
         folder = os.path.dirname(path)
-        try:
-            self._ensure_folder(folder)
-            device = self._disk.stat(folder).device
-        except FileNotFoundError:  # somebody deleted the folder behind our back
-            self._forget_folders()
-            self._ensure_folder(folder)
-            device = self._disk.stat(folder).device
         temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
         published = False
         try:
-            self._write_temporary(temporary, view, nbytes, device)
+            try:
+                self._ensure_folder(folder)
+                self._write_temporary(temporary, view, nbytes, self._disk.stat(folder).device)
+            except FileNotFoundError:  # somebody deleted the folder behind our back
+                self._forget_folders()
+                self._ensure_folder(folder)
+                self._write_temporary(temporary, view, nbytes, self._disk.stat(folder).device)
             published = publish(temporary)
             self._fsync_folder(folder)  # also when another was first: its name must be durable before we report it
         except BaseException:
@@ -566,7 +594,7 @@ class LocalStore:
                 self._disk.mkdir(mutex)
                 break
             except FileExistsError:
-                if self._is_there(path):
+                if self._exists(path):
                     self._disk.unlink(temporary)
                     return False
                 if not patience:
@@ -577,7 +605,7 @@ class LocalStore:
                     ) from None  # fmt: skip
                 self._sleep(_MUTEX_WAIT_S)
         try:
-            if self._is_there(path):
+            if self._exists(path):
                 self._disk.unlink(temporary)
                 return False
             self._disk.rename(temporary, path)
@@ -633,13 +661,17 @@ class LocalStore:
     # -- errors --------------------------------------------------------------------------------------------------------
     def _do(self, what: str, key: str, action: Callable[[], _Result], *, needed: int = 0, reads: bool = False) -> _Result:
         """Run it; what may pass is tried again (with fresh names: handles may be stale), and the system's errors become ours."""
-        pauses, again = iter(_PAUSES_S), [errno.EIO] if reads else []
+        pauses, again, asked = iter(_PAUSES_S), [errno.EIO] if reads else [], not reads
         while True:
             try:
                 return action()
             except OSError as error:
                 if isinstance(error, CheckpointError):
                     raise
+                if error.errno == errno.ENOENT and not asked:
+                    asked = True
+                    if self._ask_again(f"{self.path}/{key}".rstrip("/")):
+                        continue
                 if error.errno in again:
                     again.remove(error.errno)
                 elif error.errno not in _PASSING:

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from everystep.testing.contract import StoreContract
     from everystep.testing.crashing import CrashingStore
+    from everystep.testing.mounted import Mount
     from everystep.testing.simdisk import FaultPlan, PowerCut, SimDisk, Survival
 
-__all__ = ["CrashingStore", "FaultPlan", "PowerCut", "SimDisk", "StoreContract", "Survival"]
+__all__ = ["CrashingStore", "FaultPlan", "Mount", "PowerCut", "SimDisk", "StoreContract", "Survival"]
 
 _HOME = {
     "CrashingStore": "crashing",
     "FaultPlan": "simdisk",
+    "Mount": "mounted",
     "PowerCut": "simdisk",
     "SimDisk": "simdisk",
     "StoreContract": "contract",

@@ -11,7 +11,7 @@ from everystep.manifest import Manifest, Part, Shard, StoredObject, TensorSpec, 
 from everystep.region import Region
 from everystep.repository import CheckpointKey, Repository
 
-__all__ = ["FILE_NAME", "payload", "persist", "sample_part"]
+__all__ = ["FILE_NAME", "node_file", "node_part", "node_payload", "payload", "persist", "persist_node", "sample_part"]
 
 FILE_NAME = "model-00001-of-00001.safetensors"
 HEADER_NBYTES = 64
@@ -38,7 +38,7 @@ def sample_part(
     return Part(
         step=key.step, attempt=key.attempt, node=node, nodes=nodes, saved_at=1.0, objects=tuple(objects), shards=tuple(shards),
         tensors=tuple(TensorSpec(f"model.{name}", "F32", (25,), "model") for name in "ab"), aliases={}, values=msgspec.Raw(b"{}"),
-        metrics=dict(metrics or {}),
+        metrics=dict(metrics or {}), world=nodes, ranks=(node,),
     )  # fmt: skip
 
 
@@ -50,3 +50,43 @@ def persist(
     repository.put_data(key, FILE_NAME, memoryview(data), nbytes=len(data))
     repository.put_part(part)
     return merge([part])
+
+
+# -- several nodes ------------------------------------------------------------------------------------------------------
+
+
+def node_file(node: int) -> str:
+    """Name of a node's data file."""
+    return f"model-n{node + 1:05d}-00001-of-00001.safetensors"
+
+
+def node_payload(key: CheckpointKey, node: int) -> bytes:
+    """A node's data file: a header that is none, then its 25 rows of ``model.a``."""
+    return b"h" * HEADER_NBYTES + bytes([(key.step * 7 + key.attempt * 3 + node) % 251]) * TENSOR_NBYTES
+
+
+def node_part(
+    key: CheckpointKey, node: int, nodes: int, *, shared: bool = True, metrics: Mapping[str, float] | None = None
+) -> Part:
+    """The part of one of several nodes, of one rank each: its 25 rows of ``model.a``, and plain values of its own."""
+    data = node_payload(key, node)
+    stored = StoredObject(
+        f"data/{key}/{node_file(node)}", len(data), HEADER_NBYTES, xxhash.xxh3_128_hexdigest(data[:HEADER_NBYTES])
+    )
+    found = xxhash.xxh3_128_hexdigest(data[HEADER_NBYTES:])
+    return Part(
+        step=key.step, attempt=key.attempt, node=node, nodes=nodes, saved_at=1.0 + node, objects=(stored,),
+        shards=(Shard(0, Region((25 * node,), (25,)), 0, HEADER_NBYTES, TENSOR_NBYTES, (found,)),),
+        tensors=(TensorSpec("model.a", "F32", (25 * nodes,), "model"),), aliases={},
+        values=msgspec.Raw(b'{"state":{"dict":[["rank",{"plain":%d}]]}}' % node), metrics=dict(metrics or {}), world=nodes, ranks=(node,),
+        shared=shared,
+    )  # fmt: skip
+
+
+def persist_node(repository: Repository, key: CheckpointKey, node: int, nodes: int, **options: bool | Mapping[str, float] | None) -> Part:
+    """Write one node's data and part, as its agent does; see ``node_part``."""
+    data = node_payload(key, node)
+    repository.put_data(key, node_file(node), memoryview(data), nbytes=len(data))
+    part = node_part(key, node, nodes, **options)  # type: ignore[arg-type]
+    repository.put_part(part)
+    return part

@@ -321,6 +321,15 @@ class SimDisk:
             visit("", self._root)
         return found
 
+    def is_named(self, fd: int) -> bool:
+        """Whether what is open still lies under the name by which it was opened."""
+        with self._lock:
+            node, path = self._open[fd]
+            try:
+                return self._node(path) is node
+            except OSError:
+                return False
+
     def flip(self, path: str, bit: int) -> None:
         """Flip one bit of a file, as a failing disk may."""
         with self._lock:
