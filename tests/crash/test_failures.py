@@ -642,10 +642,10 @@ def test_the_agents_own_deadline(tmp_path, monkeypatch):
     assert writes.wait(20)
     for grace_s in (5.0, 30.0, SIGNAL_GRACE_S - 0.1):
         now[0] = 1000.0 + grace_s
-        server._feed(protocol.Ticked())
+        server.feed(protocol.Ticked())
         assert not end.is_set(), f"gave up after {grace_s} s"
     now[0] = 1000.0 + SIGNAL_GRACE_S
-    server._feed(protocol.Ticked())
+    server.feed(protocol.Ticked())
     assert end.wait(20)
     assert "the time for the drain has passed" in server.end_reason
     assert repository.keys() == []
@@ -658,7 +658,7 @@ def test_the_agents_own_deadline(tmp_path, monkeypatch):
     assert not closing.is_alive()
     client.close(bye=False)
     serving.join(20)
-    server._threads["persist"].join(20)
+    server._persister._thread.join(20)
     assert repository.keys() == []
 
 

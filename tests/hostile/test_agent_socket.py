@@ -418,8 +418,8 @@ def test_snapshot_that_cannot_be_trusted_is_let_go(here, monkeypatch, name):
             with pytest.raises(CorruptionError):
                 visitor.take(slab.id).__enter__()
         visitor.snapshots()
-        assert len(here.server._state.slabs[slab.id].readers) == 1
-    assert here.server._state.slabs[slab.id].readers == ()
+        assert len(here.server.state.slabs[slab.id].readers) == 1
+    assert here.server.state.slabs[slab.id].readers == ()
 
 
 def seal(client, here, step, plan=None, **how):
@@ -458,7 +458,7 @@ def test_what_was_told_of_persists_is_not_kept(here, monkeypatch):
 def test_idle_agent_keeps_trying_before_it_gives_a_snapshot_up(tmp_path, monkeypatch, caplog):
     """F54: after the last trainer's end the snapshot that cannot be persisted is tried again and again; its loss is an error in the log."""
     monkeypatch.setattr(protocol, "IDLE_RETRY_S", 0.02)
-    monkeypatch.setattr(protocol, "IDLE_GIVE_UP_S", 0.2)
+    monkeypatch.setattr(protocol, "IDLE_GIVE_UP_S", 0.6)
     tries = []
 
     def broken(*_):
@@ -470,7 +470,7 @@ def test_idle_agent_keeps_trying_before_it_gives_a_snapshot_up(tmp_path, monkeyp
     ended = threading.Event()
     here.server.on_end(ended.set)
     client = here.trainer()
-    here.server._state.idle_s = 0.01
+    here.server.state.idle_s = 0.01
     seal(client, here, 7)
     with caplog.at_level("ERROR", logger="everystep"):
         client.close(bye=False)

@@ -77,7 +77,7 @@ def test_copies_keep_the_memory_they_read():
         plan = plan_save([leaf.spec for leaf in collected.leaves], aliases=collected.aliases)
         views = SlabViews(memoryview(bytearray(plan.nbytes)), plan, [torch.float32])
         order = order_of(plan, collected.leaves)
-        stager.stage(step=1, leaves=collected.leaves, order=order, views=views, overlap=True, finish=lambda _: None)
+        stager.stage(step=1, leaves=collected.leaves, copies=order, views=views, overlap=True, finish=lambda _: None)
         stager.fence()
         stager.idle()
         return views

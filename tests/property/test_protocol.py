@@ -89,14 +89,14 @@ class Driver:
     def seal(self, number):
         slab = self.pick(self.of(p.SlabState.FILLING), number)
         if slab is not None:
-            attempt = self.state.peers[slab.conn].attempt
-            self.feed(p.Sealed(conn=slab.conn, request=self.asked(), slab=slab.id, step=slab.step, attempt=attempt, bound=number % 3 == 0,
+            attempt = self.state.peers[slab.conns[0]].attempt
+            self.feed(p.Sealed(conn=slab.conns[0], request=self.asked(), slab=slab.id, step=slab.step, attempt=attempt, bound=number % 3 == 0,
                                must=number in (1, 6), room=700))  # fmt: skip
 
     def give_back(self, number):
         slab = self.pick(self.of(p.SlabState.FILLING), number)
         if slab is not None:
-            self.feed(p.GivenBack(conn=slab.conn, request=self.asked(), slab=slab.id))
+            self.feed(p.GivenBack(conn=slab.conns[0], request=self.asked(), slab=slab.id))
 
     def finish(self, _):
         for slab in self.of(p.SlabState.PERSISTING)[:1]:
@@ -155,7 +155,7 @@ class Driver:
     def end(self):
         """Every connection is lost and the disk works: then the snapshot that a trainer sealed last becomes durable."""
         newest = self.state.newest()
-        was_lost = newest is not None and newest.conn in self.conns
+        was_lost = newest is not None and newest.conns[0] in self.conns
         while self.conns and self.state.phase is not p.Phase.ENDED:
             self.lose(0)
         while self.of(p.SlabState.PERSISTING):
@@ -181,7 +181,13 @@ class Driver:
         newest = before.newest()
         for action in actions:
             if isinstance(action, p.Grant):
-                self.compare_grant(before.slabs.get(action.slab), newest, alone=len(before.slabs) == 1)
+                old = before.slabs.get(action.slab)
+                joined = old is not None and old.state is p.SlabState.FILLING and len(old.ranks) > 1 and old.step == event.step
+                check(not joined or event.conn not in old.conns, "a rank has the same slab twice")
+                over = old is not None and len(old.ranks) * old.nodes > 1 and all(share.ended or share.conn == event.conn for share in old.shares)
+                given_up = over and old.state is p.SlabState.FILLING and old.step < event.step
+                if not joined and not given_up:
+                    self.compare_grant(old, newest, alone=len(before.slabs) == 1)
             if isinstance(action, p.FreeSlab):
                 old = before.slabs[action.slab]
                 check(not old.readers and old.state in (p.SlabState.FREE, p.SlabState.SEALED), "memory freed under somebody")
@@ -215,7 +221,11 @@ class Driver:
             check(new.must == old.must and (new.bound or not new.must), "what must be on disk is not bound to it")
             return
         check(old.state is not p.SlabState.PERSISTING or ends, "a slab that is being persisted is taken away")
-        newer = [s for s in after.slabs.values() if p.is_snapshot(s) and s.order > old.order]
+        if not old.complete:
+            given_up = not new or new.order != old.order or new.state is p.SlabState.FREE or (new.superseded and bool(new.readers))
+            check(given_up, "an incomplete snapshot is in a strange state")
+            return
+        newer = [s for s in after.slabs.values() if p.is_complete(s) and s.order > old.order]
         settled = old.durable or old.failed or ends
         check(settled or newer, "a sealed snapshot is gone")
         check(settled or not old.must, "one that must be on disk gave way")
@@ -236,6 +246,218 @@ class Driver:
 def test_invariants_hold(script, max_slabs):
     """Whatever happens in whatever order, nothing sealed is lost, nothing is refilled in use, drains tell the truth."""
     Driver(max_slabs).play(script)
+
+
+CLUSTER_OPS = (
+    "lease", "lease", "seal", "seal", "save", "save", "save", "save", "give back", "lose", "finish", "finish", "fail", "take", "release",
+    "deliver", "deliver", "deliver", "drain", "tick",
+)  # fmt: skip
+CLUSTER_SCRIPTS = st.lists(
+    st.tuples(st.sampled_from(CLUSTER_OPS), st.integers(0, 1), st.integers(0, 2), st.integers(0, 7)), max_size=100
+)
+
+
+class Rank:
+    """A trainer's process: saves rising steps, one at a time."""
+
+    def __init__(self, number):
+        self.number = number
+        self.conn = 0
+        self.step = 0
+        self.slab = None
+
+
+class NodeDriver(Driver):
+    """One node's agent and its ranks."""
+
+    def __init__(self, cluster, number, ranks, max_slabs):
+        super().__init__(max_slabs)
+        self.cluster, self.number = cluster, number
+        self.ranks = [Rank(number * ranks + at) for at in range(ranks)]
+        self.sealed_by, self.round = {}, {}
+        for rank in self.ranks:
+            self.join(rank)
+
+    def join(self, rank):
+        rank.conn, rank.slab = self.next_conn, None
+        self.next_conn += 1
+        self.conns.append(rank.conn)
+        self.feed(p.Connected(conn=rank.conn, request=self.asked(), role="trainer", pid=rank.conn))
+        self.feed(p.Configured(
+            conn=rank.conn, request=self.asked(), attempt=1, newest_attempt=1, persist_when_idle=True, budget=None, idle_s=50.0, job="job",
+            rank=rank.number, ranks=tuple(one.number for one in self.ranks), nodes=self.cluster.nodes,
+        ))  # fmt: skip
+        check(self.state.peers[rank.conn].attempt == 1, "a rank of the job is refused")
+
+    def feed(self, event):
+        before = self.state
+        actions = super().feed(event)
+        for action in actions:
+            if isinstance(action, p.TellNodes):
+                self.cluster.hear(self.number, action)
+        for slab in self.state.slabs.values():
+            old = before.slabs.get(slab.id)
+            if p.is_snapshot(slab) and (old is None or old.order != slab.order):
+                check(self.sealed_by.get((slab.id, slab.step), set()) == {rank.number for rank in self.ranks}, "sealed before every rank has")
+            if slab.state is p.SlabState.FILLING:
+                steps = [s.step for s in self.state.slabs.values() if s.state is p.SlabState.FILLING and not s.broken]
+                check(len(self.ranks) == 1 or len(steps) == len(set(steps)), "two slabs for one step")
+            check(slab.state is not p.SlabState.PERSISTING or slab.complete, "persists what is not complete")
+        return actions
+
+    def ask(self, rank, step):
+        """Lease; checks that it is the answer that the others got."""
+        rank.step = max(rank.step, step)
+        rank.slab = None
+        broken_before = [number for number, refused in self.state.refused.items() if refused.kind == "rank"]
+        actions = self.feed(p.LeaseAsked(conn=rank.conn, request=self.asked(), plan_id="a", nbytes=100, step=step, room=10_000))
+        granted = next((action.slab for action in actions if isinstance(action, p.Grant)), None)
+        told = self.round.setdefault(step, {})
+        if rank.number in told:  # it asks again: a new round
+            told.clear()
+        if granted is None and any(told.values()):
+            check(step in broken_before, "one rank is refused what another one has")
+        if granted is not None:
+            check(all(slab in (None, granted) for slab in told.values()), "two ranks have different slabs")
+            check(all(told.values()), "one rank has what another one is refused")
+            rank.slab = granted
+            self.sealed_by.setdefault((granted, step), set())
+            if not any(told.values()):
+                self.sealed_by[granted, step] = set()
+        told[rank.number] = granted
+        return granted
+
+    def seal_share(self, rank, *, bound=False, must=False):
+        slab, rank.slab = rank.slab, None
+        row = self.state.slabs[slab]
+        check(row.state is p.SlabState.FILLING and row.step == rank.step, "a leased slab was taken away")
+        self.sealed_by[slab, rank.step].add(rank.number)
+        actions = self.feed(p.Sealed(conn=rank.conn, request=self.asked(), slab=slab, step=rank.step, attempt=1, bound=bound, must=must, room=10_000))
+        check(any(isinstance(action, p.Accept) for action in actions), "a share is not accepted")
+        if row.broken:
+            check(any(isinstance(a, p.Notify) and a.what == "failed" and rank.conn in a.conns for a in actions), "nobody says that it failed")
+
+    def act(self, op, rank, number):
+        if op == "lease" and (rank.slab is None or number == 0):
+            refused = self.round.get(rank.step, {}).get(rank.number, 0) is None
+            self.ask(rank, rank.step + (0 if number < 3 and refused else 2 if number == 3 else 1))
+        elif op == "seal" and rank.slab is not None:
+            self.seal_share(rank, bound=number == 3, must=number == 4)
+        elif op == "save":  # of the whole node, when all its ranks are at the same step
+            step = max(one.step for one in self.ranks) + 1
+            if all(one.slab is None for one in self.ranks) and None not in [self.ask(one, step) for one in self.ranks]:
+                for one in self.ranks:
+                    self.seal_share(one, bound=number == 3, must=number == 4)
+        elif op == "give back" and rank.slab is not None:
+            slab, rank.slab = rank.slab, None
+            self.feed(p.GivenBack(conn=rank.conn, request=self.asked(), slab=slab, reason="torn"))
+        elif op == "lose" and number < 2:
+            self.conns.remove(rank.conn)
+            self.feed(p.ConnectionClosed(conn=rank.conn))
+            self.join(rank)
+        elif op in ("finish", "fail"):
+            getattr(self, op)(number)
+        elif op in ("take", "release", "drain"):
+            getattr(self, op)(number % 7)
+        elif op == "tick":
+            self.now += number / 2
+            self.feed(p.Ticked())
+
+
+class Cluster:
+    """Nodes, and a lead that hears and tells in its own time."""
+
+    def __init__(self, nodes, ranks, max_slabs):
+        self.nodes = nodes
+        self.sealed = [set() for _ in range(nodes)]
+        self.lost, self.complete, self.outbox = set(), 0, [[] for _ in range(nodes)]
+        self.wanted, self.completed = set(), set()
+        self.drivers = []
+        self.drivers += [NodeDriver(self, number, ranks, max_slabs) for number in range(nodes)]
+
+    def hear(self, node, action):
+        step = action.step
+        if action.what == "sealed":
+            self.sealed[node].add(step)
+            for lower in sorted({low for there in self.sealed for low in there if self.complete < low < step} - self.sealed[node]):
+                self.lose(lower)
+            if step not in self.lost and all(step in there for there in self.sealed) and step > self.complete:
+                self.complete = step
+                self.completed.add(step)
+                self.tell(p.Completed(step=step, attempt=1, persist=step in self.wanted))
+        elif action.what == "lost" and step > self.complete:
+            self.lose(step)
+        elif action.what == "wanted" and step not in self.wanted:
+            self.wanted.add(step)
+            if step in self.completed:
+                self.tell(p.Completed(step=step, attempt=1, persist=True))
+
+    def lose(self, step):
+        if step not in self.lost:
+            self.lost.add(step)
+            self.tell(p.StepLost(step=step, attempt=1, reason="another node has not saved it"))
+
+    def tell(self, event):
+        for outbox in self.outbox:
+            outbox.append(event)
+
+    def deliver(self, node):
+        if self.outbox[node]:
+            self.drivers[node].feed(self.outbox[node].pop(0))
+
+    def play(self, script):
+        for op, node, rank, number in script:
+            driver = self.drivers[node % self.nodes]
+            if op == "deliver":
+                self.deliver(driver.number)
+            else:
+                driver.act(op, driver.ranks[rank % len(driver.ranks)], number)
+        self.settle()
+        self.end()
+
+    def settle(self):
+        while any(self.outbox):
+            for node in range(self.nodes):
+                self.deliver(node)
+        for driver in self.drivers:
+            if self.nodes > 1 and self.complete:
+                held = [s.step for s in driver.state.slabs.values() if p.is_complete(s)]
+                check(self.complete in held, "a node has lost the newest complete step")
+            check(not any(s.step <= self.complete for s in driver.state.incomplete()), "a step that will never be complete stays")
+
+    def end(self):
+        """From wherever it is, a save of all ranks succeeds after at most some that are skipped, as the disk goes on."""
+        step = max(rank.step for driver in self.drivers for rank in driver.ranks)
+        for _ in range(8):
+            step += 1
+            slabs = [driver.ask(rank, step) for driver in self.drivers for rank in driver.ranks]
+            if None not in slabs:
+                break
+            for driver in self.drivers:
+                for rank in driver.ranks:
+                    if rank.slab is not None:
+                        driver.seal_share(rank)
+                for slab in list(driver.state.slabs.values()):
+                    for conn in slab.readers:
+                        driver.feed(p.SnapshotReleased(conn=conn, slab=slab.id))
+                driver.finish(0)
+            self.settle()
+        else:
+            raise Broken("no step can be saved any more")
+        for driver in self.drivers:
+            for rank in driver.ranks:
+                driver.seal_share(rank)
+        self.settle()
+        for driver in self.drivers:
+            newest = driver.state.newest()
+            check(newest is not None and newest.step == step, "a step that all have sealed is not the newest")
+
+
+@hypothesis.given(CLUSTER_SCRIPTS, st.sampled_from([(1, 2), (1, 3), (2, 1), (2, 2)]), st.sampled_from([3, 4]))
+@hypothesis.settings(max_examples=max(300, hypothesis.settings.default.max_examples))
+def test_invariants_hold_for_ranks_and_nodes(script, shape, max_slabs):
+    """However the ranks of the nodes and the lead's messages interleave: all or nothing for a step, and saving never gets stuck."""
+    Cluster(*shape, max_slabs).play(script)
 
 
 def release_at_once(self, slab):
@@ -351,3 +573,70 @@ def test_planted_bugs_are_found(mutant, monkeypatch):
     found = hypothesis.find(SCRIPTS, breaks, settings=hypothesis.settings(max_examples=3000, derandomize=True, database=None, deadline=None,
                                                                           phases=[hypothesis.Phase.generate]))  # fmt: skip
     assert found
+
+
+def own_slab_each(d, e, peer):
+    return False
+
+
+def sealed_by_the_first(d, e, slab):
+    d.change(slab, ranks=tuple(share.rank for share in slab.shares if share.conn == e.conn))
+    REAL_SEALED(d, e, d.state.slabs[slab.id])
+
+
+def never_broken(d, slab, reason, knowing):
+    return slab
+
+
+def refusal_forgotten(d, step, kind, reason, told):
+    return None
+
+
+def complete_when_sealed_here(d, e, slab):
+    REAL_SEALED(d, e, slab)
+    row = d.state.slabs[slab.id]
+    if row.state is p.SlabState.SEALED:
+        p._complete(d, row, told=True)
+
+
+def lost_elsewhere_stays(d, e, slab):
+    return None
+
+
+def dropped_for_a_lease(self, plan_id, nbytes):
+    """A slab that other nodes may have sealed is refilled when no other is free."""
+    found = REAL_SUITED(self, plan_id, nbytes)
+    incomplete = self.state.incomplete()
+    return found if found is not None or not incomplete else self.empty(incomplete[0])
+
+
+CLUSTER_MUTANTS = {
+    "a slab for each rank": ("_leased_together", own_slab_each),
+    "sealed when one rank has": ((p.SlabState.FILLING, p.Sealed), sealed_by_the_first),
+    "a share given up does not matter": ("_break", never_broken),
+    "a refusal is not remembered": ("_remember_refusal", refusal_forgotten),
+    "complete when sealed here": ((p.SlabState.FILLING, p.Sealed), complete_when_sealed_here),
+    "what another node has lost stays": ((p.Phase.SERVING, p.StepLost), lost_elsewhere_stays),
+    "an incomplete snapshot is refilled": ("suited", dropped_for_a_lease),
+}
+
+
+@pytest.mark.parametrize("mutant", CLUSTER_MUTANTS)
+def test_planted_bugs_of_ranks_and_nodes_are_found(mutant, monkeypatch):
+    """Each planted bug in what ranks and nodes do together breaks an invariant."""
+    where, replacement = CLUSTER_MUTANTS[mutant]
+    if isinstance(where, tuple):
+        monkeypatch.setitem(p.TABLE, where, replacement)
+    else:
+        monkeypatch.setattr(p._Draft if where == "suited" else p, where, replacement)
+
+    def breaks(script):
+        try:
+            Cluster(2, 2, 3).play(script)
+        except AssertionError:
+            return True
+        return False
+
+    found = hypothesis.find(CLUSTER_SCRIPTS, breaks, settings=hypothesis.settings(
+        max_examples=2000, derandomize=True, database=None, deadline=None, phases=[hypothesis.Phase.generate]))  # fmt: skip
+    assert found is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,7 +12,7 @@ import xxhash
 
 from everystep import protocol
 from everystep.agent import client as client_module
-from everystep.agent import messages, server
+from everystep.agent import committing, messages, server
 from everystep.agent import persist as persisting
 from everystep.agent.client import AgentClient
 from everystep.agent.memory import Mapping
@@ -224,7 +226,7 @@ class Once:
 @pytest.mark.parametrize("what", ["forget_unkept", "sweep_leftovers"])
 def test_error_after_the_commit_does_not_end_the_persists(trainer, monkeypatch, what):
     """Whatever retention or the sweep raises, the snapshot is durable, the error is counted, and the next ones are persisted."""
-    monkeypatch.setattr(server, what, Once(getattr(server, what)))
+    monkeypatch.setattr(committing, what, Once(getattr(committing, what)))
     one = trainer()
     one.save(1, bound=True)
     one.wait("committed", 1)
@@ -328,7 +330,7 @@ def test_slow_store_does_not_stop_the_renewals(trainer, monkeypatch):
     """While a chore waits for the store, the attempt is renewed."""
     monkeypatch.setattr(server, "RENEW_S", 0.01)
     renewed, recording, gate = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr(Repository, "record_stats", lambda *_: recording.set() or gate.wait(10))
+    monkeypatch.setattr(Repository, "record_stats", lambda *_, **__: recording.set() or gate.wait(10))
     one = trainer()
     one.save(1)
     assert recording.wait(10)
@@ -341,10 +343,24 @@ def test_reader_is_told_of_what_nobody_foresaw(trainer, monkeypatch):
     """A snapshot that cannot be described is an error at once, and is not held."""
     one = trainer()
     one.save(1)
-    manifest = Once(persisting.Snapshot.manifest)
-    monkeypatch.setattr(persisting.Snapshot, "manifest", lambda *args: manifest(*args))  # noqa: PLW0108 - to be bound as a method
+    manifest = Once(persisting.Snapshot.described)
+    monkeypatch.setattr(persisting.Snapshot, "described", lambda *args: manifest(*args))  # noqa: PLW0108 - to be bound as a method
     slab = one.client.snapshots()[0].slab
     with pytest.raises(AgentError, match="nobody foresaw"):
         one.client.take(slab).__enter__()
     with one.client.take(slab) as taken:
         assert taken.manifest.step == 1
+
+
+def test_agent_may_open_many_descriptors():
+    """An agent raises the usual soft limit of descriptors as far as it may, and never lowers it."""
+    script = """
+import resource
+from everystep.agent.serving import _allow_descriptors
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+_allow_descriptors()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -166,7 +166,7 @@ def test_channel_carries_messages_and_descriptors():
     """Messages of any size arrive in order, each with the descriptor that was sent beside it."""
     left, right = (Channel(sock) for sock in socket.socketpair())
     reading, writing = os.pipe()
-    sent = [messages.Done(id=1), messages.SnapshotTaken(id=2, manifest=b"m" * 100_000, file_offsets=(0,), slab_nbytes=9), messages.Done(id=3)]
+    sent = [messages.Done(id=1), messages.SnapshotTaken(id=2, part=b"m" * 100_000, file_offsets=(0,), slab_nbytes=9), messages.Done(id=3)]
     for message in sent:
         left.send(message, reading if message.id == 2 else None)
     os.close(reading)
@@ -227,3 +227,10 @@ def test_one_lock_for_each_run(tmp_path):
     again = place.take_lock()
     assert again is not None
     os.close(again)
+
+
+def test_token_is_not_in_what_a_message_looks_like():
+    """The job's secret reaches no log by way of a message's repr."""
+    message = messages.OpenPeers(token=b"a secret of sixteen", host="127.0.0.1")
+    assert "secret" not in repr(message)
+    assert "127.0.0.1" in repr(message)

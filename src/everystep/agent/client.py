@@ -26,7 +26,7 @@ from everystep.agent.memory import Mapping
 from everystep.agent.runtime import LOG_NBYTES, Place, runtime_dir, sockets
 from everystep.agent.wire import Anything, Channel
 from everystep.errors import AgentError, CheckpointError, ConfigError, CorruptionError, NotFoundError, rebuild
-from everystep.manifest import Manifest, decode
+from everystep.manifest import Manifest, Part, decode, merge
 from everystep.plan import SavePlan
 from everystep.policy import Cadence, Keep
 
@@ -56,14 +56,19 @@ class Slab:
 
 
 class TakenSnapshot:
-    """A snapshot in the agent's memory, held for reading."""
+    """A node's snapshot in the agent's memory, held for reading. Object keys of ``part`` are file names."""
 
-    def __init__(self, manifest: Manifest, file_offsets: Sequence[int], fd: int, nbytes: int) -> None:
-        self.manifest = manifest
+    def __init__(self, part: Part, file_offsets: Sequence[int], fd: int, nbytes: int) -> None:
+        self.part = part
         self.file_offsets = file_offsets
         self._fd = fd
         self._nbytes = nbytes
         self._mapping: Mapping | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of a snapshot that is whole on this node; CorruptionError where other nodes have the rest."""
+        return merge([self.part])
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the slab's bytes from ``offset`` on.
@@ -74,8 +79,8 @@ class TakenSnapshot:
         while done < len(view):
             got = os.preadv(self._fd, [view[done:]], offset + done)
             if not got:
-                message = f"the snapshot of step {self.manifest.step} ends {len(view) - done} bytes early"
-                raise CorruptionError(message, step=self.manifest.step, kind="bounds", hint="restore from disk")
+                message = f"the snapshot of step {self.part.step} ends {len(view) - done} bytes early"
+                raise CorruptionError(message, step=self.part.step, kind="bounds", hint="restore from disk")
             done += got
 
     @property
@@ -214,8 +219,40 @@ class AgentClient:
         """Whether the connection stands."""
         return self._alive and os.getpid() == self._pid
 
-    def configure(self, *, attempt: int, cadence: Cadence, keep: Keep, memory_budget: int | None) -> None:
-        """Say which attempt this is and what to keep; ConflictError when another live trainer has the run or a higher attempt exists."""
+    def configure(
+        self,
+        *,
+        attempt: int,
+        cadence: Cadence,
+        keep: Keep,
+        memory_budget: int | None,
+        rank: int = 0,
+        ranks: Sequence[int] = (0,),
+        world: int = 1,
+        node: int = 0,
+        nodes: int = 1,
+        shared: bool = True,
+        replicas: int = 0,
+        replica_nbytes_s: int | None = None,
+        job: str = "",
+    ) -> None:
+        """Say which attempt this is and what to keep; ConflictError when another live trainer has the run or a higher attempt exists.
+
+        Args:
+            attempt: Claimed in the store.
+            cadence: How often a snapshot is to reach the disk.
+            keep: Retention.
+            memory_budget: Bytes of this node's own slabs; copies for other nodes take what the machine has besides.
+            rank: Of this process.
+            ranks: All ranks of this node, rising.
+            world: How many ranks there are.
+            node: Number of this node.
+            nodes: How many there are.
+            shared: Whether all nodes see one store.
+            replicas: How many other nodes hold a copy of this one's newest snapshot.
+            replica_nbytes_s: Bandwidth that this node's pulls of copies may take; None: all there is.
+            job: Id of the ranks' agreement: other ranks of this job may be configured at the same time.
+        """
         if self.welcome.protocol != messages.PROTOCOL:
             raise AgentError(
                 f"the agent with pid {self.welcome.pid} is of version {self.welcome.version} and speaks another protocol", kind="protocol",
@@ -223,8 +260,18 @@ class AgentClient:
             )  # fmt: skip
         self._ask(messages.Configure(
             attempt=attempt, cadence_disk=cadence.disk, keep_last=keep.last, keep_best=keep.best, keep_metric=keep.metric,
-            keep_mode=keep.mode, keep_every=keep.every, memory_budget=memory_budget, idle_s=self._idle_s,
+            keep_mode=keep.mode, keep_every=keep.every, memory_budget=memory_budget, idle_s=self._idle_s, rank=rank, ranks=tuple(ranks),
+            world=world, node=node, nodes=nodes, shared=shared, replicas=replicas, replica_nbytes_s=replica_nbytes_s, job=job,
         ), messages.Done)  # fmt: skip
+
+    def open_peers(self, token: bytes, host: str, port: int = 0) -> tuple[str, int]:
+        """Have the agent listen for other nodes' agents at ``host``; returns where it does. AgentError when the port is taken."""
+        opened = self._ask(messages.OpenPeers(token=token, host=host, port=port), messages.PeersOpened)
+        return opened.host, opened.port
+
+    def set_peers(self, addresses: Sequence[messages.PeerAddress], node: int) -> None:
+        """Tell the agent, which is that of ``node``, where the agents of all nodes are, this one included."""
+        self._ask(messages.SetPeers(peers=tuple(addresses), node=node), messages.Done)
 
     def prepare(self, plan: SavePlan) -> None:
         """Announce a plan; slabs are allocated and prefaulted in the background. CapacityError when not even one fits (numbers)."""
@@ -281,9 +328,9 @@ class AgentClient:
             pin=pin, timings_s=timings_s, must=must,
         ), messages.Done)  # fmt: skip
 
-    def give_back(self, slab: Slab) -> None:
-        """End the lease without a snapshot."""
-        self._ask(messages.GiveBack(slab=slab.id), messages.Done)
+    def give_back(self, slab: Slab, reason: str = "") -> None:
+        """End the lease without a snapshot. The node's other ranks are told ``reason``."""
+        self._ask(messages.GiveBack(slab=slab.id, reason=reason), messages.Done)
 
     def record_metrics(self, *, step: int, attempt: int, metrics: dict[str, float]) -> None:
         """Attach metrics to a snapshot or checkpoint."""
@@ -314,14 +361,14 @@ class AgentClient:
                 raise _unexpected(answer)
             if fd is None:
                 raise AgentError(f"the agent sent no descriptor for slab {slab}", kind="protocol")
-            manifest = decode("manifest", answer.manifest, Manifest, key=f"slab {slab}")
-            _check_bounds(manifest, answer)
+            part = decode("part", answer.part, Part, key=f"slab {slab}")
+            _check_bounds(part, answer)
         except BaseException:
             if fd is not None:
                 os.close(fd)
             self._let_go(slab)
             raise
-        taken = TakenSnapshot(manifest, answer.file_offsets, fd, answer.slab_nbytes)
+        taken = TakenSnapshot(part, answer.file_offsets, fd, answer.slab_nbytes)
         try:
             yield taken
         finally:
@@ -526,12 +573,12 @@ def _no_agent(run_url: str) -> NotFoundError:
     return NotFoundError(message, key=run_url, kind="no-agent", hint="everystep agent ls shows those there are")
 
 
-def _check_bounds(manifest: Manifest, taken: messages.SnapshotTaken) -> None:
+def _check_bounds(part: Part, taken: messages.SnapshotTaken) -> None:
     """The slab is read by offset: nothing may lie outside of it."""
-    ends = [begin + stored.nbytes for begin, stored in zip(taken.file_offsets, manifest.objects, strict=False)]
+    ends = [begin + stored.nbytes for begin, stored in zip(taken.file_offsets, part.objects, strict=False)]
     low, high = min(taken.file_offsets, default=0), max(ends, default=0)
-    if len(taken.file_offsets) != len(manifest.objects) or low < 0 or high > taken.slab_nbytes:
-        raise CorruptionError(f"the snapshot of step {manifest.step} in memory lies outside its slab", step=manifest.step, kind="bounds",
+    if len(taken.file_offsets) != len(part.objects) or low < 0 or high > taken.slab_nbytes:
+        raise CorruptionError(f"the snapshot of step {part.step} in memory lies outside its slab", step=part.step, kind="bounds",
                               hint="take the newest checkpoint on disk")  # fmt: skip
 
 

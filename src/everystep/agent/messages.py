@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from everystep.errors import CheckpointError
 from everystep.plan import SavePlan
 
 PROTOCOL = 1
@@ -56,25 +57,31 @@ class SnapshotSummary(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     saved_at: float
     persisted: bool
+    node: int = 0
+    """Whose share of the step it is."""
+    nodes: int = 1
+    world: int = 1
+    replica: bool = False
+    """A copy that this agent holds for node ``node``; else its own."""
 
 
 class Snapshots(Message, frozen=True, kw_only=True):
-    """Newest sealed first."""
+    """What all ranks of this node have sealed, newest first; then the copies held for other nodes."""
 
     snapshots: tuple[SnapshotSummary, ...]
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
-    """Give me the descriptor of this slab and a manifest of it; it is held until ReleaseSnapshot or the connection's end."""
+    """Give me the descriptor of this slab and the part that describes it; it is held until ReleaseSnapshot or the connection's end."""
 
     slab: int
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True):
-    """The slab's fd comes beside this. ``manifest`` is an encoded manifest record (``manifest.encode``), its object keys are file names,
+    """The slab's fd comes beside this. ``part`` is an encoded part record (``manifest.encode``), its object keys are file names,
     its digests are the slab's, computed by the agent; ``file_offsets`` says where each of its ``objects`` begins in the slab."""
 
-    manifest: bytes
+    part: bytes
     file_offsets: tuple[int, ...]
     slab_nbytes: int
 
@@ -96,7 +103,10 @@ class Drained(Message, frozen=True, kw_only=True):
 
 # -- the trainer's --------------------------------------------------------------------------------------------------------
 class Configure(Message, frozen=True, kw_only=True):
-    """Attempt and policy of this trainer, sent once the attempt is claimed, before a lease. Answer: Done or Failed(ConflictError)."""
+    """Attempt and policy of this trainer, sent once the attempt is claimed, before a lease. Answer: Done or Failed(ConflictError).
+
+    Several connections are configured at once when their attempt and ``job`` are the same and their ranks differ.
+    """
 
     attempt: int
     cadence_disk: int | float | str | bool | None
@@ -107,6 +117,57 @@ class Configure(Message, frozen=True, kw_only=True):
     keep_every: int | None
     memory_budget: int | None
     idle_s: float
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    """All ranks of this node, rising."""
+    world: int = 1
+    node: int = 0
+    nodes: int = 1
+    shared: bool = True
+    """Whether all nodes see one store; else each has its own."""
+    replicas: int = 0
+    replica_nbytes_s: int | None = None
+    """Bandwidth that copies for other nodes may take; None: all there is."""
+    job: str = ""
+    """Random id of the ranks' agreement; empty for a process by itself."""
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node's agent listens for other agents. ``domain``: what fails together bears the same label."""
+
+    node: int
+    host: str
+    port: int
+    domain: str = ""
+
+
+class OpenPeers(Message, frozen=True, kw_only=True):
+    """Listen for the agents and trainers of other nodes. ``token`` is the job's secret; ``port`` 0: any. Answer: PeersOpened.
+
+    Asked again with the same token and host the answer is the same.
+    """
+
+    token: bytes
+    host: str
+    port: int = 0
+
+    def __repr__(self) -> str:
+        """Without the token, which must reach no log."""
+        return f"OpenPeers(id={self.id!r}, host={self.host!r}, port={self.port!r})"
+
+
+class PeersOpened(Message, frozen=True, kw_only=True):
+    """Where it listens now."""
+
+    host: str
+    port: int
+
+
+class SetPeers(Message, frozen=True, kw_only=True):
+    """The agents of all nodes of the job, this one's (``node``) among them. Answer: Done."""
+
+    peers: tuple[PeerAddress, ...]
+    node: int
 
 
 class Prepare(Message, frozen=True, kw_only=True):
@@ -116,7 +177,10 @@ class Prepare(Message, frozen=True, kw_only=True):
 
 
 class Lease(Message, frozen=True, kw_only=True):
-    """A slab to fill for ``step`` of plan ``plan_id``. Answer: SlabGranted, or NoSlab (that save is skipped and says why)."""
+    """A slab to fill for ``step`` of plan ``plan_id``. Answer: SlabGranted, or NoSlab (that save is skipped and says why).
+
+    All ranks of a node get the same slab for a step, or all are refused it.
+    """
 
     plan_id: str
     step: int
@@ -141,15 +205,18 @@ class NoSlab(Message, frozen=True, kw_only=True):
 
 
 class GiveBack(Message, frozen=True, kw_only=True):
-    """The lease ends without a seal (the save failed in the trainer)."""
+    """The lease ends without a seal (the save failed in the trainer): the step fails for all ranks of the node, which are told why."""
 
     slab: int
+    reason: str = ""
 
 
 class Seal(Message, frozen=True, kw_only=True):
-    """The slab is complete. ``bound``: it is to reach the disk unless a later bound one supersedes it; ``must``: whatever comes later.
+    """The rank's share of the slab is complete; the slab is when every rank's is.
 
-    A pinned one is a ``must``. Answer: Done (it is the newest in memory).
+    ``bound``: it is to reach the disk unless a later bound one supersedes it; ``must``: whatever comes later.
+
+    A pinned one is a ``must``. What one rank asks for holds for all. Answer: Done (alone it is the newest in memory then; see ``Event``).
     """
 
     slab: int
@@ -223,10 +290,12 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Event(Message, frozen=True, kw_only=True):
-    """What became of a sealed snapshot, sent to the trainer that sealed it.
+    """What became of a sealed snapshot, sent to every rank of the node that sealed it.
 
-    ``what``: "committed" | "superseded" | "failed" | "forgotten". ``tier`` "disk". ``timings_s`` of a committed one: queue (since
-    the seal), hash, write (fsync included), part, commit, total (since the seal).
+    ``what``: "committed" | "superseded" | "failed" | "forgotten" | "complete". ``tier`` "disk"; of a "complete" one "memory": every rank
+    of every node has sealed it (not told to a process by itself, for which the answer to its seal says so).
+    ``timings_s`` of a committed one: queue (since the seal), hash, write (fsync included), commit, total (since the seal); of several nodes
+    also part and meet (waiting for the others' parts).
     """
 
     what: str
@@ -236,3 +305,15 @@ class Event(Message, frozen=True, kw_only=True):
     nbytes: int = 0
     timings_s: dict[str, float] = {}
     failed: Failed | None = None
+
+
+def failure(error: BaseException, request: int, *, step: int | None = None) -> Failed:
+    """An error as an answer."""
+    if isinstance(error, CheckpointError):
+        step = error.step if error.step is not None else step
+        return Failed(id=request, name=type(error).__name__, message=error.message, step=step, key=error.key, kind=error.kind,
+                               hint=error.hint, errno=error.errno)  # fmt: skip
+    number = error.errno if isinstance(error, OSError) else None
+    name = "StoreError" if isinstance(error, OSError) else "AgentError"
+    return Failed(id=request, name=name, message=f"{type(error).__name__}: {error}", step=step, kind="unexpected", errno=number,
+                           hint="see the agent's log (everystep agent ls)")  # fmt: skip

@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from everystep.agent import messages
-from everystep.agent.stats import AgentStats
-from everystep.errors import AgentError, CheckpointError, ConflictError
-from everystep.manifest import Manifest, Part, block_digests, digest, merge
+from everystep.errors import AgentError
+from everystep.manifest import Part, block_digests, digest, encode, join_documents
 from everystep.plan import ALIGN, SavePlan, slab_part
-from everystep.policy import Keep
 from everystep.repository import CheckpointKey, Repository
 
-_log = logging.getLogger(__name__)
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """Who saves together: this node's ranks among all of them."""
+
+    ranks: tuple[int, ...] = (0,)
+    world: int = 1
+    node: int = 0
+    nodes: int = 1
+    shared: bool = True
+
+    @property
+    def keeps_house(self) -> bool:
+        """Whether this node tidies its store: on a tier that all nodes see one of them does."""
+        return self.nodes == 1 or not self.shared or self.node == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else commits into this store."""
+        return self.nodes == 1 or not self.shared
+
+
+ALONE = Team()
 
 
 class Snapshot:
-    """A sealed slab's content. Digests are computed once, by whoever needs them first: a persist or a reader."""
+    """A slab's content as far as it is sealed. Digests are computed once, by whoever needs them first: a persist or a reader."""
 
-    def __init__(self, plan: SavePlan, seal: messages.Seal, view: memoryview) -> None:
+    def __init__(self, plan: SavePlan, seals: Mapping[int, messages.Seal], view: memoryview, team: Team = ALONE) -> None:
+        first = seals[min(seals)]
         self.plan = plan
-        self.seal = seal
+        self.seals = seals
         self.view = view
+        self.team = team
         self.sealed_at = time.monotonic()
-        self.key = CheckpointKey(seal.step, seal.attempt)
+        self.key = CheckpointKey(first.step, first.attempt)
         self.nbytes = sum(file.nbytes for file in plan.files)
+        self.saved_at = max(seal.saved_at for seal in seals.values())
+        self.pin = any(seal.pin for seal in seals.values())
         self.late_metrics: dict[str, float] = {}
         """Metrics that came after the seal and before the commit."""
         self.settled = False
         """Whether a commit has taken the late metrics with it: later ones go to the store. Guarded by the agent's lock."""
         self._hashing = threading.Lock()
         self._digests: tuple[list[tuple[str, ...]], list[str]] | None = None
+
+    def joined(self, rank: int, seal: messages.Seal) -> Snapshot:
+        """The same with one more rank's seal."""
+        more = Snapshot(self.plan, {**self.seals, rank: seal}, self.view, self.team)
+        more.late_metrics = self.late_metrics
+        return more
 
     def digests(self) -> tuple[list[tuple[str, ...]], list[str]]:
         """Block digests by placement, and header digests by file."""
@@ -44,18 +74,25 @@ class Snapshot:
                 self._digests = blocks, heads
             return self._digests
 
-    def manifest(self, object_key: Mapping[str, str]) -> Manifest:
-        """The manifest of this snapshot, its files under these names."""
-        return merge([self.part(object_key)])
-
     def part(self, object_key: Mapping[str, str]) -> Part:
-        """The part of this snapshot."""
+        """This node's part of the manifest, its files under these names."""
         blocks, heads = self.digests()
-        seal = self.seal
+        team = self.team
+        values, by_rank = join_documents({rank: seal.values for rank, seal in self.seals.items()})
+        metrics: dict[str, float] = {}
+        for rank in sorted(self.seals, reverse=True):
+            metrics |= self.seals[rank].metrics
         return slab_part(
-            self.plan, step=seal.step, attempt=seal.attempt, node=0, nodes=1, saved_at=seal.saved_at, values=seal.values,
-            metrics=seal.metrics, object_key=object_key, digests=blocks, header_digests=heads,
+            self.plan, step=self.key.step, attempt=self.key.attempt, node=team.node, nodes=team.nodes, saved_at=self.saved_at,
+            values=values, metrics=metrics, object_key=object_key, digests=blocks, header_digests=heads, world=team.world,
+            ranks=team.ranks, by_rank=by_rank, shared=team.shared,
         )  # fmt: skip
+
+    def described(self) -> tuple[bytes, tuple[int, ...]]:
+        """For who reads the slab: the encoded part, its objects under their files' names, and where each of them begins."""
+        part = self.part({file.name: file.name for file in self.plan.files})
+        begins = {file.name: file.slab_offset for file in self.plan.files}
+        return encode("part", part), tuple(begins[stored.key] for stored in part.objects)
 
 
 def check_plan(plan: SavePlan) -> None:
@@ -73,46 +110,23 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def persist(repository: Repository, snapshot: Snapshot) -> dict[str, float]:
-    """Make the snapshot a committed checkpoint; returns seconds by phase. What a failure has written is deleted again.
+def write(repository: Repository, snapshot: Snapshot, timings: dict[str, float]) -> Part:
+    """Make the snapshot's files durable; returns the part that describes them, and adds seconds by phase.
 
     Hashing runs beside the writes: both read the slab once, and neither holds the GIL.
     """
     key = snapshot.key
-    timings = {"queue": time.monotonic() - snapshot.sealed_at}
-    try:
-        object_key = {file.name: repository.data_key(key, file.name) for file in snapshot.plan.files}
-        hashing = _Aside(snapshot.digests)
-        began, synced_s = time.monotonic(), repository.store.synced_s
-        for file in snapshot.plan.files:
-            end = file.slab_offset + _padded(file.nbytes)
-            repository.put_data(key, file.name, snapshot.view[file.slab_offset : end], nbytes=file.nbytes)
-        timings["sync"] = repository.store.synced_s - synced_s
-        timings["write"] = time.monotonic() - began - timings["sync"]
-        hashing.join()
-        timings["hash"] = hashing.seconds
-        began = time.monotonic()
-        # One node's manifest is its part: nobody else waits for it, so it is not written by itself.
-        manifest = snapshot.manifest(object_key)
-        if snapshot.seal.pin:
-            repository.pin(key, reason="pinned by the save")  # before retention can see it
-        repository.commit(manifest)
-        timings["commit"] = time.monotonic() - began
-    except ConflictError:
-        raise  # another one's data may be there now: the sweep knows which is whose
-    except BaseException:
-        _discard(repository, key)
-        raise
-    timings["total"] = time.monotonic() - snapshot.sealed_at
-    return timings
-
-
-def _discard(repository: Repository, key: CheckpointKey) -> None:
-    """Free the space of a save that failed. If that fails too, the sweep does it; the first error is the one to tell."""
-    try:
-        repository.forget(key, sole_committer=True)
-    except (CheckpointError, OSError) as error:
-        _log.warning("what the failed save %s wrote is still there: %s", key, error)
+    object_key = {file.name: repository.data_key(key, file.name) for file in snapshot.plan.files}
+    hashing = _Aside(snapshot.digests)
+    began, synced_s = time.monotonic(), repository.store.synced_s
+    for file in snapshot.plan.files:
+        end = file.slab_offset + _padded(file.nbytes)
+        repository.put_data(key, file.name, snapshot.view[file.slab_offset : end], nbytes=file.nbytes)
+    timings["sync"] = repository.store.synced_s - synced_s
+    timings["write"] = time.monotonic() - began - timings["sync"]
+    hashing.join()
+    timings["hash"] = hashing.seconds
+    return snapshot.part(object_key)
 
 
 class _Aside:
@@ -138,43 +152,3 @@ class _Aside:
         self._thread.join()
         if self._error is not None:
             raise self._error
-
-
-def sweep_leftovers(repository: Repository, attempt: int, stats: AgentStats) -> None:
-    """Delete what a killed agent or trainer has left behind. Only between persists: then nothing of this agent's is half written."""
-    try:
-        if repository.newest_attempt() != attempt:
-            return  # somebody else may be writing the newer one
-        freed = repository.sweep(repository.plan_sweep(now=time.time(), sole_committer=True))
-    except CheckpointError as error:
-        stats.count("sweep_failures")
-        _log.warning("what killed processes left behind could not be swept: %s", error)
-        return
-    if freed:
-        stats.count("bytes_swept", freed)
-        _log.info("swept %d bytes that killed processes had left behind", freed)
-
-
-def forget_unkept(repository: Repository, keep: Keep, stats: AgentStats) -> list[CheckpointKey]:
-    """Do what retention decides; returns what is gone. A store that fails is told in the log and counted: the next commit tries again."""
-    gone = []
-    began = time.monotonic()
-    try:
-        for kept in repository.retention(keep, now=time.time()):
-            if kept.keep:
-                continue
-            key = CheckpointKey.parse(kept.key)
-            try:
-                repository.forget(key, sole_committer=True)
-            except ConflictError as error:
-                _log.info("%s stays for now: %s", key, error)  # pinned or held since the decision
-                continue
-            _log.info("step %d of attempt %d forgotten: %s", key.step, key.attempt, kept.reason)
-            gone.append(key)
-    except CheckpointError as error:
-        stats.count("retention_failures")
-        _log.warning("old checkpoints could not be forgotten: %s", error)
-    if gone:
-        stats.observe({"forget": time.monotonic() - began})
-        stats.count("forgotten", len(gone))
-    return gone

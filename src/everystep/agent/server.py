@@ -1,12 +1,13 @@
 """The agent's shell around ``protocol``: connections, slabs, and the threads that persist, hash and keep time.
 
-Every event goes through ``_feed`` under one lock, which carries out the actions in order; none of them waits for a disk or a peer: messages
+Every event goes through ``feed`` under one lock, which carries out the actions in order; none of them waits for a disk or a peer: messages
 go into the connection's outbox, persists to the persisting thread, small things on the store to the chores thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -18,12 +19,14 @@ from typing import ClassVar
 
 from everystep import __version__, protocol
 from everystep.agent import messages
+from everystep.agent.committing import Others, Persister
 from everystep.agent.memory import Room, SlabMemory, memory_room
-from everystep.agent.persist import Snapshot, check_plan, forget_unkept, persist, sweep_leftovers
+from everystep.agent.persist import Snapshot, Team, check_plan
+from everystep.agent.snapshots import Sharing
 from everystep.agent.stats import AgentStats
 from everystep.agent.wire import HELLO_NBYTES, Anything, Channel
 from everystep.errors import AgentError, CheckpointError, ConflictError
-from everystep.manifest import encode
+from everystep.manifest import Part
 from everystep.plan import SavePlan
 from everystep.policy import Keep
 from everystep.repository import CheckpointKey, Repository
@@ -33,6 +36,8 @@ _log = logging.getLogger(__name__)
 RENEW_S = 30.0
 ALIVE_TTL_S = 120.0
 SIGNAL_GRACE_S = 120.0
+LINGER_S = 30.0
+"""An agent that is to end stays so long for other nodes that still need its part of what was saved last."""
 _HELLO_TIMEOUT_S = 10.0
 _TIMER_PAUSE_S = 1.0
 _PLANS, _PLANS_NBYTES = 64, 64 << 20
@@ -110,41 +115,38 @@ class AgentServer:
         self._idle_s = idle_s if own_idle_s else None
         self._room = room
         self._clock = clock
-        self._lock = threading.RLock()
-        self._state = protocol.AgentState(idle_s=idle_s, idle_since=clock())
+        self.lock = threading.RLock()
+        self.state = protocol.AgentState(idle_s=idle_s, idle_since=clock())
         self._connections: dict[int, _Connection] = {}
         self._next_connection = 1
-        self._swept_for = -1
         self._plans: dict[str, SavePlan] = {}
-        self._memory: dict[int, SlabMemory] = {}
+        self.memory: dict[int, SlabMemory] = {}
         self._errors: dict[int, messages.Failed] = {}
         self._timings: dict[int, dict[str, float]] = {}
         self._keep = Keep()
+        self._team = Team()
+        self._sharing = Sharing(self)
         self._on_end: list[Callable[[], None]] = []
         self._ended = threading.Event()
         self._closed = threading.Event()
         self._ticks = threading.Condition()
         self._ticking = 0
-        self._persists: queue.SimpleQueue[tuple[int, Snapshot] | None] = queue.SimpleQueue()
         self._prefaults: queue.SimpleQueue[SlabMemory | None] = queue.SimpleQueue()
         # A reader's hashing and a slow store must not keep the attempt's lease from being renewed: a thread each.
-        self._chores = ThreadPoolExecutor(1, thread_name_prefix="everystep-chores")
-        self._hashes = ThreadPoolExecutor(1, thread_name_prefix="everystep-readers")
+        self.chores = ThreadPoolExecutor(1, thread_name_prefix="everystep-chores")
+        self.hashes = ThreadPoolExecutor(1, thread_name_prefix="everystep-readers")
         self._renewals = ThreadPoolExecutor(1, thread_name_prefix="everystep-renew")
         self._renewal: Future[None] | None = None
         self._renew_at = clock() + RENEW_S
         self._recorded = 0
-        self._threads = {
-            name: threading.Thread(target=target, name=f"everystep-{name}", daemon=True)
-            for name, target in (("persist", self._run_persists), ("prefault", self._run_prefaults), ("timer", self._run_timer))
-        }
-        for thread in self._threads.values():
-            thread.start()
+        self._persister = Persister(repository, self.stats, self, self._others)
+        for name, target in (("prefault", self._run_prefaults), ("timer", self._run_timer)):
+            threading.Thread(target=target, name=f"everystep-{name}", daemon=True).start()
 
     # -- life ------------------------------------------------------------------------------------------------------------------
     def adopt(self, channel: Channel) -> threading.Thread:
         """Serve a connection, in a thread of its own, which is returned."""
-        with self._lock:
+        with self.lock:
             number = self._next_connection
             self._next_connection += 1
             connection = _Connection(number, channel)
@@ -153,7 +155,7 @@ class AgentServer:
         try:
             thread.start()
         except RuntimeError:  # no more threads
-            with self._lock:
+            with self.lock:
                 del self._connections[number]
             connection.close()
             raise
@@ -161,11 +163,11 @@ class AgentServer:
 
     def signal(self) -> None:
         """SIGTERM or SIGINT came: drain, then end."""
-        self._feed(protocol.Signalled(grace_s=SIGNAL_GRACE_S))
+        self.feed(protocol.Signalled(grace_s=SIGNAL_GRACE_S))
 
     def on_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once, from any thread, when the agent is to end (``close`` comes after it)."""
-        with self._lock:
+        with self.lock:
             self._on_end.append(call)
             ended = self._ended.is_set()
         if ended:
@@ -177,23 +179,22 @@ class AgentServer:
 
     def close(self) -> None:
         """End the threads and give the memory back. A persist that runs is waited for unless the end was forced."""
-        with self._lock:
-            forced = self._state.persisting() is not None
-        self._persists.put(None)
-        if not forced:
-            self._threads["persist"].join()
+        with self.lock:
+            forced = self.state.persisting() is not None
+        self._persister.close(wait=not forced)
+        self._sharing.close(None if forced else self._persister.last, linger_s=LINGER_S)
         with self._ticks:
             self._ticks.notify_all()
         self._prefaults.put(None)
         self._record_stats()
-        for pool in (self._chores, self._hashes, self._renewals):
+        for pool in (self.chores, self.hashes, self._renewals):
             pool.shutdown(wait=not forced, cancel_futures=True)
-        with self._lock:
+        with self.lock:
             connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
             connection.close()
-        with self._lock:
-            memory, self._memory = list(self._memory.values()), {}
+        with self.lock:
+            memory, self.memory = list(self.memory.values()), {}
         for slab in memory:
             slab.close()
         self._closed.set()
@@ -221,14 +222,15 @@ class AgentServer:
         except (OSError, CheckpointError) as error:
             _log.info("connection %d ends: %s", connection.number, error)
             if isinstance(error, CheckpointError):
-                connection.send(_failed(error, request))
+                connection.send(messages.failure(error, request))
         except Exception as error:  # the agent's top: one connection's fault must not end the others, nor leave its leases behind
             _log.exception("connection %d failed", connection.number)
-            connection.send(_failed(error, request))
+            connection.send(messages.failure(error, request))
         finally:
             if connection.welcomed:
-                self._feed(protocol.ConnectionClosed(conn=connection.number))
-            with self._lock:
+                self.feed(protocol.ConnectionClosed(conn=connection.number))
+            self._sharing.end_copy(connection.number)
+            with self.lock:
                 self._connections.pop(connection.number, None)
             connection.close()
             channel.close()
@@ -242,7 +244,7 @@ class AgentServer:
         if message.run_id != self.run_id and not (message.role == "visitor" and not message.run_id):
             raise AgentError(f"this agent serves run {self.run_id!r}, not {message.run_id!r}", kind="other-run")
         connection.protocol = message.protocol
-        self._feed(protocol.Connected(conn=connection.number, request=message.id, role=message.role, pid=message.pid))
+        self.feed(protocol.Connected(conn=connection.number, request=message.id, role=message.role, pid=message.pid))
 
     def _answer(self, connection: _Connection, message: Anything) -> None:
         """Turn a message into an event, or answer it here where no decision is needed."""
@@ -257,91 +259,99 @@ class AgentServer:
                 raise AgentError(f"{type(message).__name__} is not a request", kind="protocol")
             answer(self, connection, message)
         except CheckpointError as error:
-            connection.send(_failed(error, message.id))
+            connection.send(messages.failure(error, message.id))
 
     def _configure(self, connection: _Connection, message: messages.Configure) -> None:
+        team = _team(message)
         newest = self.repository.newest_attempt()
         keep = Keep(last=message.keep_last, best=message.keep_best, metric=message.keep_metric, mode=message.keep_mode,
                     every=message.keep_every)  # fmt: skip
-        with self._lock:
-            self._feed(protocol.Configured(
+        with self.lock:
+            self.feed(protocol.Configured(
                 conn=connection.number, request=message.id, attempt=message.attempt, newest_attempt=newest,
                 persist_when_idle=message.cadence_disk is None, budget=message.memory_budget,
-                idle_s=message.idle_s if self._idle_s is None else self._idle_s,
+                idle_s=message.idle_s if self._idle_s is None else self._idle_s, job=message.job, rank=message.rank, ranks=message.ranks,
+                nodes=message.nodes, max_slabs=protocol.MAX_SLABS
+                + (protocol.KEPT_SLABS if message.replicas > 0 and message.nodes > 1 else 0),
             ))  # fmt: skip
-            peer = self._state.peers.get(connection.number)
+            peer = self.state.peers.get(connection.number)
             accepted = peer is not None and peer.attempt == message.attempt
             if accepted:
-                self._keep = keep
+                self._keep, self._team = keep, team
+        if accepted and team.nodes > 1:
+            self._sharing.nodes.configure(message.attempt, team.node, team.nodes, message.cadence_disk, message.replicas,
+                                          message.replica_nbytes_s)  # fmt: skip
         if accepted:
-            self._renewal = self._aside(self._renewals, self._renew)
+            self._renewal = self.aside(self._renewals, self._renew)
 
     def _prepare(self, connection: _Connection, message: messages.Prepare) -> None:
         check_plan(message.plan)
-        with self._lock:
+        with self.lock:
             self._plans.pop(message.plan.id, None)
             self._plans[message.plan.id] = message.plan
-            used = {slab.plan_id for slab in self._state.slabs.values()}
+            used = {slab.plan_id for slab in self.state.slabs.values()}
             kept_nbytes = 0
             for number, unused in enumerate([plan for plan_id, plan in reversed(self._plans.items()) if plan_id not in used]):
                 kept_nbytes += _plan_nbytes(unused)
                 if unused.id != message.plan.id and (number >= _PLANS or kept_nbytes > _PLANS_NBYTES):
                     del self._plans[unused.id]
             room = self._free_memory()
-            self._feed(protocol.PlanAnnounced(
+            self.feed(protocol.PlanAnnounced(
                 conn=connection.number, request=message.id, plan_id=message.plan.id, nbytes=message.plan.nbytes, room=room.nbytes,
                 limits=room.limits,
             ))  # fmt: skip
 
     def _lease(self, connection: _Connection, message: messages.Lease) -> None:
-        with self._lock:
+        with self.lock:
             plan = self._plans.get(message.plan_id)
             if plan is None:
                 raise AgentError(f"plan {message.plan_id!r} is not known to this agent", step=message.step, kind="unknown-plan")
-            free = any(s.state is protocol.SlabState.FREE and s.plan_id == plan.id for s in self._state.slabs.values())
+            free = any(s.state is protocol.SlabState.FREE and s.plan_id == plan.id for s in self.state.slabs.values())
             room = Room(0, "") if free else self._free_memory()
-            self._feed(protocol.LeaseAsked(
+            self.feed(protocol.LeaseAsked(
                 conn=connection.number, request=message.id, plan_id=plan.id, nbytes=plan.nbytes, step=message.step, room=room.nbytes,
                 limits=room.limits,
             ))  # fmt: skip
 
     def _seal(self, connection: _Connection, message: messages.Seal) -> None:
-        with self._lock:
-            plan, memory = self._plans.get(message.plan_id), self._memory.get(message.slab)
-            row = self._state.slabs.get(message.slab)
+        with self.lock:
+            plan, memory = self._plans.get(message.plan_id), self.memory.get(message.slab)
+            row = self.state.slabs.get(message.slab)
             if plan is None or (row is not None and row.state is protocol.SlabState.FILLING and row.plan_id != plan.id):
                 raise AgentError(f"slab {message.slab} was not leased for plan {message.plan_id!r}", step=message.step, kind="protocol")
-            snapshot = None if memory is None else Snapshot(plan, message, memory.view)
-            full = len(self._state.slabs) >= self._state.max_slabs
-            before = self._state.next_order
-            self._feed(protocol.Sealed(
+            snapshot = None if memory is None else self._sealed_so_far(connection, row, plan, message, memory)
+            full = len(self.state.slabs) >= self.state.max_slabs
+            before = self.state.next_order
+            self.feed(protocol.Sealed(
                 conn=connection.number, request=message.id, slab=message.slab, step=message.step, attempt=message.attempt,
                 bound=message.bound, must=message.must or message.pin, payload=snapshot, room=0 if full else self._free_memory().nbytes,
             ))  # fmt: skip
-            sealed = self._state.next_order > before
+            sealed = self.state.next_order > before
         if sealed and snapshot is not None:
             self.stats.count("saved")
             self.stats.count("bytes_saved", snapshot.nbytes)
             self.stats.observe(message.timings_s)
 
+    def _sealed_so_far(
+        self, connection: _Connection, row: protocol.SlabRow | None, plan: SavePlan, message: messages.Seal, memory: SlabMemory
+    ) -> Snapshot:
+        peer = self.state.peers.get(connection.number)
+        rank = 0 if peer is None else peer.rank
+        if row is not None and isinstance(row.payload, Snapshot):
+            return row.payload.joined(rank, message)
+        return Snapshot(plan, {rank: message}, memory.view, self._team)
+
     def _list(self, connection: _Connection, message: messages.ListSnapshots) -> None:
-        with self._lock:
-            rows = sorted((s for s in self._state.slabs.values() if protocol.is_snapshot(s)), key=lambda s: s.order, reverse=True)
-            summaries = tuple(
-                messages.SnapshotSummary(
-                    slab=s.id, step=s.step, attempt=s.attempt, nbytes=s.payload.nbytes, saved_at=s.payload.seal.saved_at,
-                    persisted=s.durable,
-                )
-                for s in rows
-            )  # fmt: skip
-        connection.send(messages.Snapshots(id=message.id, snapshots=summaries))
+        found = (*self._sharing.local_snapshots(), *self._sharing.copies())
+        connection.send(messages.Snapshots(id=message.id, snapshots=found))
 
     def _record_metrics(self, connection: _Connection, message: messages.RecordMetrics) -> None:
         key = CheckpointKey(message.step, message.attempt)
-        with self._lock:
-            for slab in self._state.slabs.values():
-                if protocol.is_snapshot(slab) and slab.payload.key == key and not slab.payload.settled:
-                    slab.payload.late_metrics.update(message.metrics)
+        with self.lock:
+            for slab in self.state.slabs.values():
+                known = slab.payload
+                if isinstance(known, Snapshot) and known.key == key and not known.settled and not slab.superseded:
+                    known.late_metrics.update(message.metrics)
                     connection.send(messages.Done(id=message.id))
                     return
 
@@ -350,36 +360,52 @@ class AgentServer:
                 self.repository.record_metrics(key, message.metrics)
                 connection.send(messages.Done(id=message.id))
             except CheckpointError as error:
-                connection.send(_failed(error, message.id))
+                connection.send(messages.failure(error, message.id))
 
-        self._aside(self._chores, record)
+        self.aside(self.chores, record)
 
     def _ask_stats(self, connection: _Connection, message: messages.AskStats) -> None:
         connection.send(messages.Stats(id=message.id, json=self.stats.encode()))
 
     def _give_back(self, connection: _Connection, message: messages.GiveBack) -> None:
-        self._feed(protocol.GivenBack(conn=connection.number, request=message.id, slab=message.slab))
+        self.feed(protocol.GivenBack(conn=connection.number, request=message.id, slab=message.slab, reason=message.reason))
 
     def _take(self, connection: _Connection, message: messages.TakeSnapshot) -> None:
-        self._feed(protocol.SnapshotAsked(conn=connection.number, request=message.id, slab=message.slab))
+        if message.slab < 0:
+            self._sharing.give_copy(connection.number, message)
+            return
+        self.feed(protocol.SnapshotAsked(conn=connection.number, request=message.id, slab=message.slab))
 
     def _release(self, connection: _Connection, message: messages.ReleaseSnapshot) -> None:
-        self._feed(protocol.SnapshotReleased(conn=connection.number, request=message.id, slab=message.slab))
+        if message.slab < 0:
+            self._sharing.end_copy(connection.number, message.slab)
+            connection.send(messages.Done(id=message.id))
+            return
+        self.feed(protocol.SnapshotReleased(conn=connection.number, request=message.id, slab=message.slab))
+
+    def _open_peers(self, connection: _Connection, message: messages.OpenPeers) -> None:
+        host, port = self._sharing.nodes.open(message.token, message.host, message.port)
+        connection.send(messages.PeersOpened(id=message.id, host=host, port=port))
+
+    def _set_peers(self, connection: _Connection, message: messages.SetPeers) -> None:
+        self._sharing.nodes.set_peers(message.peers, message.node)
+        connection.send(messages.Done(id=message.id))
 
     def _drain(self, connection: _Connection, message: messages.Drain) -> None:
-        self._feed(protocol.DrainAsked(conn=connection.number, request=message.id, timeout_s=message.timeout_s, exit=message.exit))
+        self.feed(protocol.DrainAsked(conn=connection.number, request=message.id, timeout_s=message.timeout_s, exit=message.exit))
 
     def _stop(self, connection: _Connection, message: messages.Stop) -> None:
-        self._feed(protocol.StopAsked(conn=connection.number, request=message.id, force=message.force))
+        self.feed(protocol.StopAsked(conn=connection.number, request=message.id, force=message.force))
 
     def _bye(self, connection: _Connection, message: messages.Bye) -> None:
-        self._feed(protocol.ByeSaid(conn=connection.number, request=message.id))
+        self.feed(protocol.ByeSaid(conn=connection.number, request=message.id))
 
     # -- the protocol -----------------------------------------------------------------------------------------------------------------
-    def _feed(self, event: protocol.Happened) -> None:
+    def feed(self, event: protocol.Happened) -> None:
+        """Let the protocol decide about an event, and do what it says."""
         failed: Exception | None = None
-        with self._lock:
-            self._state, actions = protocol.transition(self._state, event, now=self._clock())
+        with self.lock:
+            self.state, actions = protocol.transition(self.state, event, now=self._clock())
             for action in actions:
                 try:
                     self._actions[type(action)](self, action)
@@ -391,7 +417,8 @@ class AgentServer:
         if failed is not None:
             raise failed
 
-    def _tell(self, conn: int, message: messages.Message, fd: int | None = None) -> None:
+    def tell(self, conn: int, message: messages.Message, fd: int | None = None) -> None:
+        """Send to a connection if it is still there; takes over ``fd``."""
         connection = self._connections.get(conn)
         if connection is not None:
             connection.send(message, fd)
@@ -401,10 +428,10 @@ class AgentServer:
     def _do_accept(self, action: protocol.Accept) -> None:
         connection = self._connections.get(action.conn)
         if connection is None or connection.welcomed:
-            self._tell(action.conn, messages.Done(id=action.request, note=action.note, ending=action.ending))
+            self.tell(action.conn, messages.Done(id=action.request, note=action.note, ending=action.ending))
             return
         connection.welcomed = True
-        others = tuple(peer.pid for conn, peer in self._state.peers.items() if peer.role == "trainer" and conn != action.conn)
+        others = tuple(peer.pid for conn, peer in self.state.peers.items() if peer.role == "trainer" and conn != action.conn)
         connection.send(messages.Welcome(
             id=action.request, protocol=messages.PROTOCOL, version=__version__, pid=os.getpid(), run_id=self.run_id, run_url=self.run_url,
             trainers=others,
@@ -412,79 +439,72 @@ class AgentServer:
 
     def _do_fail(self, action: protocol.Fail) -> None:
         failed = messages.Failed(id=action.request, name=action.name, message=action.message, kind=action.kind, hint=action.hint)
-        self._tell(action.conn, failed)
+        self.tell(action.conn, failed)
 
     def _do_refuse(self, action: protocol.Refuse) -> None:
         self.stats.count("skipped")
-        self._tell(action.conn, messages.NoSlab(id=action.request, kind=action.kind, reason=action.reason))
+        # Slabs that wait for other nodes stay in use: why those are silent is what the trainer's log needs.
+        reason = "; ".join([action.reason, *self._sharing.problems()])
+        self.tell(action.conn, messages.NoSlab(id=action.request, kind=action.kind, reason=reason))
 
     def _do_allocate(self, action: protocol.Allocate) -> None:
         try:
             memory = SlabMemory(action.nbytes)
         except OSError as error:
             _log.warning("a slab of %d bytes cannot be made: %s", action.nbytes, error)
-            self._feed(protocol.AllocationFailed(slab=action.slab))
+            self.feed(protocol.AllocationFailed(slab=action.slab))
             return
-        self._memory[action.slab] = memory
+        self.memory[action.slab] = memory
         self._prefaults.put(memory)
 
     def _do_free(self, action: protocol.FreeSlab) -> None:
-        memory = self._memory.pop(action.slab, None)
+        memory = self.memory.pop(action.slab, None)
         if memory is not None:
             memory.close()
 
     def _do_grant(self, action: protocol.Grant) -> None:
-        memory, connection = self._memory.get(action.slab), self._connections.get(action.conn)
+        memory, connection = self.memory.get(action.slab), self._connections.get(action.conn)
         if memory is None or connection is None:
             reason = "the system refused the memory (see the agent's log)"
-            self._tell(action.conn, messages.NoSlab(id=action.request, kind="memory", reason=reason))
+            self.tell(action.conn, messages.NoSlab(id=action.request, kind="memory", reason=reason))
             return
         if not action.headers_written:
             for file in self._plans[action.plan_id].files:
                 memory.view[file.slab_offset : file.slab_offset + len(file.header)] = file.header
         fresh = action.slab not in connection.sent_slabs
-        freed = tuple(connection.sent_slabs - set(self._memory))
-        connection.sent_slabs = (connection.sent_slabs & set(self._memory)) | {action.slab}
+        freed = tuple(connection.sent_slabs - set(self.memory))
+        connection.sent_slabs = (connection.sent_slabs & set(self.memory)) | {action.slab}
         connection.send(messages.SlabGranted(id=action.request, slab=action.slab, nbytes=memory.nbytes, fresh=fresh, headers_written=True,
                                              freed=freed), os.dup(memory.fd) if fresh else None)  # fmt: skip
 
     def _do_persist(self, action: protocol.StartPersist) -> None:
-        self._persists.put((action.slab, action.payload))
+        self._persister.start(action.slab, action.payload)
 
     def _do_notify(self, action: protocol.Notify) -> None:
-        if action.what != "failed":
+        if action.what in ("committed", "superseded"):
             self.stats.count(action.what)
-        self._tell(action.conn, messages.Event(
-            what=action.what, step=action.step, attempt=action.attempt, nbytes=action.payload.nbytes,
-            timings_s=self._timings.get(action.slab, {}) if action.what == "committed" else {},
-            failed=self._errors.get(action.slab) if action.what == "failed" else None,
-        ))  # fmt: skip
+        failed = None
+        if action.what == "failed":
+            failed = self._errors.get(action.slab)
+            if action.error:
+                failed = messages.Failed(name="AgentError", message=action.error, step=action.step, kind=action.kind)
+        event = messages.Event(
+            what=action.what, step=action.step, attempt=action.attempt, tier="memory" if action.what == "complete" else "disk",
+            nbytes=action.payload.nbytes, timings_s=self._timings.get(action.slab, {}) if action.what == "committed" else {}, failed=failed,
+        )  # fmt: skip
+        for conn in action.conns:
+            self.tell(conn, event)
+
+    def _do_tell_nodes(self, action: protocol.TellNodes) -> None:
+        self._sharing.tell_nodes(action)
 
     def _do_give_snapshot(self, action: protocol.GiveSnapshot) -> None:
-        memory = self._memory[action.slab]
-        self._aside(self._hashes, lambda: self._give_snapshot(action, memory, action.payload))
-
-    def _give_snapshot(self, action: protocol.GiveSnapshot, memory: SlabMemory, snapshot: Snapshot) -> None:
-        try:
-            manifest = snapshot.manifest({file.name: file.name for file in snapshot.plan.files})
-            begins = {file.name: file.slab_offset for file in snapshot.plan.files}
-            answer = messages.SnapshotTaken(id=action.request, manifest=encode("manifest", manifest), slab_nbytes=memory.nbytes,
-                                            file_offsets=tuple(begins[stored.key] for stored in manifest.objects))  # fmt: skip
-            with memory.readable_fd() as readable:
-                fd = os.dup(readable)
-        except Exception as error:  # whatever it is, the reader is told, and the slab is not held for it any more
-            if not isinstance(error, (CheckpointError, OSError)):
-                self.unexpected(f"giving {snapshot.key} to a reader", error)
-            self._tell(action.conn, _failed(error, action.request))
-            with self._lock:
-                if action.conn in self._state.peers:
-                    self._feed(protocol.SnapshotReleased(conn=action.conn, slab=action.slab))
-            return
-        self._tell(action.conn, answer, fd)
+        self._sharing.give(action)
 
     def _do_answer_drain(self, action: protocol.AnswerDrain) -> None:
-        self._tell(action.conn, messages.Drained(
-            id=action.request, complete=action.complete, newest_durable_step=action.newest_durable_step, error=action.error
+        self.tell(action.conn, messages.Drained(
+            id=action.request, complete=action.complete, newest_durable_step=action.newest_durable_step,
+            error="; ".join([action.error, *self._sharing.problems()]) if action.error else "",
         ))  # fmt: skip
 
     def _do_exit(self, action: protocol.Exit) -> None:
@@ -502,65 +522,69 @@ class AgentServer:
         self.stats.count("unexpected_errors")
         _log.error("unexpected error while %s: %s: %s", doing, type(error).__name__, error, exc_info=error)
 
-    def _run_persists(self) -> None:
-        while (item := self._persists.get()) is not None:
-            slab, snapshot = item
-            try:
-                self._persist(slab, snapshot)
-            except Exception as error:  # the agent's top: what comes after the commit must not end the commits to come
-                self.unexpected(f"tidying up after {snapshot.key}", error)
-
-    def _persist(self, slab: int, snapshot: Snapshot) -> None:
-        try:
-            timings = persist(self.repository, snapshot)
-        except Exception as error:  # whatever it is, the trainer is told, and the slab stays
-            if not isinstance(error, (CheckpointError, OSError)):
-                self.unexpected(f"persisting {snapshot.key}", error)
-            self._not_persisted(slab, snapshot, error)
-            return
-        seal_conn = self._persisted(slab, snapshot, timings)
-        self._forget_unkept(seal_conn)
-        if self._swept_for != snapshot.key.attempt:
-            self._swept_for = snapshot.key.attempt
-            sweep_leftovers(self.repository, snapshot.key.attempt, self.stats)
-
-    def _not_persisted(self, slab: int, snapshot: Snapshot, error: Exception) -> None:
+    # -- what becomes of persists (``committing.Outcome``), in the persisting thread ---------------------------------------------------
+    def not_persisted(self, slab: int, snapshot: Snapshot, error: Exception, *, doomed: bool) -> None:
+        """Tell the trainer."""
         self.stats.count("failed")
-        with self._lock:
-            failed = _failed(error, 0, step=snapshot.key.step)
+        with self.lock:
+            failed = messages.failure(error, 0, step=snapshot.key.step)
             conflict = isinstance(error, ConflictError) and error.kind == "superseded-attempt"
             if conflict:  # it is told to the others of this attempt too
-                self._errors.update(dict.fromkeys(self._state.slabs, failed))
+                self._errors.update(dict.fromkeys(self.state.slabs, failed))
             self._errors[slab] = failed
             try:
-                self._feed(protocol.PersistFailed(slab=slab, error=str(error), conflict=conflict))
+                self.feed(protocol.PersistFailed(slab=slab, error=str(error), conflict=conflict, doomed=doomed))
             finally:
                 self._errors.clear()  # everybody has been told
                 _log.error("step %d of attempt %d is not saved to disk: %s", snapshot.key.step, snapshot.key.attempt, error)
 
-    def _persisted(self, slab: int, snapshot: Snapshot, timings: dict[str, float]) -> int:
-        """It is on disk: say so. Returns the connection that sealed it."""
+    def persisted(self, slab: int, snapshot: Snapshot, timings: dict[str, float]) -> tuple[int, ...]:
+        """It is on disk: say so. Returns the connections that sealed it."""
         self.stats.observe(timings)
         self.stats.count("bytes_committed", snapshot.nbytes)
-        with self._lock:
+        with self.lock:
             snapshot.settled = True
-            late, seal_conn = dict(snapshot.late_metrics), self._state.slabs[slab].conn
+            late, conns = dict(snapshot.late_metrics), self.state.slabs[slab].conns
             self._timings[slab] = timings
             try:
-                self._feed(protocol.PersistFinished(slab=slab))
+                self.feed(protocol.PersistFinished(slab=slab))
             finally:
                 del self._timings[slab]
+        self._sharing.durable(snapshot.key, nodes=snapshot.team.nodes)
         if late:
-            self._aside(self._chores, lambda: self._record_late(snapshot.key, late))
+            self.aside(self.chores, lambda: self._record_late(snapshot.key, late))
         _log.info("step %d of attempt %d saved to disk in %.3f s", snapshot.key.step, snapshot.key.attempt, timings["total"])
-        return seal_conn
+        return conns
 
-    def _forget_unkept(self, seal_conn: int) -> None:
-        with self._lock:
-            keep = self._keep
-        for key in forget_unkept(self.repository, keep, self.stats):
-            with self._lock:
-                self._tell(seal_conn, messages.Event(what="forgotten", step=key.step, attempt=key.attempt))
+    def forgotten(self, conns: tuple[int, ...], key: CheckpointKey) -> None:
+        """Tell the trainer."""
+        with self.lock:
+            for conn in conns:
+                self.tell(conn, messages.Event(what="forgotten", step=key.step, attempt=key.attempt))
+
+    def kept(self) -> Keep:
+        """What retention keeps, as the trainer said last."""
+        with self.lock:
+            return self._keep
+
+    def in_memory(self) -> list[CheckpointKey]:
+        """What may yet be committed."""
+        with self.lock:
+            return [slab.payload.key for slab in self.state.slabs.values() if isinstance(slab.payload, Snapshot)]
+
+    def newest_attempt(self) -> int:
+        """Of the trainers."""
+        return self.state.newest_attempt
+
+    def _others(self) -> Others | None:
+        return self._sharing.nodes
+
+    def part(self, key: CheckpointKey) -> Part | None:
+        """This node's part of a step once it is durable, for other nodes; None: not yet. AgentError (kind "gone"): it will not come."""
+        known = self._persister.fate(key)
+        if known is None and key not in self.in_memory():
+            raise AgentError(f"step {key.step} of attempt {key.attempt} is not in memory here", step=key.step, kind="gone")
+        return known
 
     def _record_late(self, key: CheckpointKey, metrics: dict[str, float]) -> None:
         try:
@@ -590,23 +614,25 @@ class AgentServer:
     def _tick(self, seen: int) -> int:
         """Do what is due, then wait until something may be; returns the count of events seen."""
         now = self._clock()
-        with self._lock:
-            tick_at = protocol.next_tick_at(self._state)
-            at_work = bool(self._state.trainers()) or self._state.undrained()
+        with self.lock:
+            tick_at = protocol.next_tick_at(self.state)
+            at_work = bool(self.state.trainers()) or self.state.undrained()
         if self._renew_at <= now:
             self._renew_at = now + RENEW_S
             if at_work and (self._renewal is None or self._renewal.done()):  # behind one that hangs they would pile up
-                self._renewal = self._aside(self._renewals, self._renew)
-            self._aside(self._chores, self._record_stats)
+                self._renewal = self.aside(self._renewals, self._renew)
+            self.aside(self.chores, self._record_stats)
         if tick_at is not None and tick_at <= now:
-            self._feed(protocol.Ticked())
+            self.feed(protocol.Ticked())
         with self._ticks:
             if self._ticking == seen:
                 wake_at = min(self._renew_at, tick_at if tick_at is not None and tick_at > now else self._renew_at)
                 self._ticks.wait(max(0.0, wake_at - now))
             return self._ticking
 
-    def _aside(self, pool: ThreadPoolExecutor, job: Callable[[], None]) -> Future[None] | None:
+    def aside(self, pool: ThreadPoolExecutor, job: Callable[[], None]) -> Future[None] | None:
+        """Have a thread do it; None when the agent is closing."""
+
         def run() -> None:
             try:
                 job()
@@ -619,8 +645,8 @@ class AgentServer:
             return None
 
     def _renew(self) -> None:
-        attempt = self._state.newest_attempt
-        if attempt:
+        attempt = self.state.newest_attempt
+        if attempt and self._team.keeps_house:
             try:
                 self.repository.renew(attempt, now=time.time(), ttl_s=ALIVE_TTL_S)
             except CheckpointError as error:
@@ -628,10 +654,10 @@ class AgentServer:
                 _log.warning("attempt %d could not be renewed: %s", attempt, error)
 
     def _record_stats(self) -> None:
-        attempt, changes = self._state.newest_attempt, self.stats.changes
+        attempt, changes = self.state.newest_attempt, self.stats.changes
         if attempt and changes != self._recorded:
             try:
-                self.repository.record_stats(attempt, self.stats.as_json())
+                self.repository.record_stats(attempt, self.stats.as_json(), node=self._team.node)
                 self._recorded = changes
             except CheckpointError as error:
                 _log.warning("the statistics could not be recorded: %s", error)
@@ -639,7 +665,7 @@ class AgentServer:
     def _free_memory(self) -> Room:
         """What is there for more slabs: pages that are promised to slabs and not yet in place count as taken."""
         room = self._room()
-        promised = sum(memory.nbytes - memory.mapping.populated for memory in self._memory.values())
+        promised = sum(memory.nbytes - memory.mapping.populated for memory in self.memory.values())
         return Room(max(0, room.nbytes - promised), room.limits)
 
     _answers: ClassVar[dict[type[Anything], Callable[..., None]]] = {
@@ -647,14 +673,14 @@ class AgentServer:
         messages.Seal: _seal, messages.GiveBack: _give_back, messages.ListSnapshots: _list,
         messages.TakeSnapshot: _take, messages.ReleaseSnapshot: _release, messages.Drain: _drain,
         messages.RecordMetrics: _record_metrics, messages.AskStats: _ask_stats, messages.Stop: _stop,
-        messages.Bye: _bye,
+        messages.Bye: _bye, messages.OpenPeers: _open_peers, messages.SetPeers: _set_peers,
     }  # fmt: skip
     _actions: ClassVar[dict[type[protocol.Action], Callable[..., None]]] = {
         protocol.Accept: _do_accept, protocol.Fail: _do_fail, protocol.Refuse: _do_refuse,
         protocol.Allocate: _do_allocate, protocol.FreeSlab: _do_free, protocol.Grant: _do_grant,
         protocol.StartPersist: _do_persist, protocol.Notify: _do_notify,
         protocol.GiveSnapshot: _do_give_snapshot, protocol.AnswerDrain: _do_answer_drain,
-        protocol.Exit: _do_exit,
+        protocol.Exit: _do_exit, protocol.TellNodes: _do_tell_nodes,
     }  # fmt: skip
 
 
@@ -663,12 +689,12 @@ def _plan_nbytes(plan: SavePlan) -> int:
     return sum(len(file.header) for file in plan.files) + 500 * (len(plan.tensors) + len(plan.placements) + len(plan.aliases))
 
 
-def _failed(error: BaseException, request: int, *, step: int | None = None) -> messages.Failed:
-    if isinstance(error, CheckpointError):
-        step = error.step if error.step is not None else step
-        return messages.Failed(id=request, name=type(error).__name__, message=error.message, step=step, key=error.key, kind=error.kind,
-                               hint=error.hint, errno=error.errno)  # fmt: skip
-    number = error.errno if isinstance(error, OSError) else None
-    name = "StoreError" if isinstance(error, OSError) else "AgentError"
-    return messages.Failed(id=request, name=name, message=f"{type(error).__name__}: {error}", step=step, kind="unexpected", errno=number,
-                           hint="see the agent's log (everystep agent ls)")  # fmt: skip
+def _team(message: messages.Configure) -> Team:
+    """Who saves together, when what the trainer says of it makes sense."""
+    ranks = message.ranks
+    rising = all(first < second for first, second in itertools.pairwise(ranks))
+    inside = ranks and rising and ranks[0] >= 0 and ranks[-1] < message.world and message.rank in ranks
+    if not inside or not 0 <= message.node < message.nodes or len(ranks) + message.nodes - 1 > message.world:
+        text = f"rank {message.rank} of {ranks} of a world of {message.world}, on node {message.node} of {message.nodes}, cannot be"
+        raise AgentError(text, kind="protocol")
+    return Team(ranks, message.world, message.node, message.nodes, message.shared)

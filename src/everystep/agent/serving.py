@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import queue
+import resource
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 READY = b"ready"
 INTERRUPTED = 130
 _LOCK_WAIT_S = 5.0
+_DESCRIPTORS = 65536
 _CLOSED = (errno.EBADF, errno.EINVAL)
 """What ``accept`` says of a listener that has been closed or shut down."""
 _ACCEPT_PAUSE_S, _ACCEPT_PAUSE_MAX_S = 0.02, 2.0
@@ -47,6 +49,7 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
         ready_fd: Where to write ``READY`` once the socket listens.
     """
     log = _log_to_stderr(bounded=not foreground)
+    _allow_descriptors()
     if "://" not in run_url:
         run_url = str(Path(run_url).absolute())
     repository = Repository.open(run_url, create=run_id is None)
@@ -86,6 +89,15 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
     place.clear(log=not foreground and not log.troubled)
     os.close(lock)
     return status
+
+
+def _allow_descriptors() -> None:
+    """The lead of many nodes has two connections with each; the usual soft limit of 1,024 is for programs that use ``select``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _take_lock(place: Place) -> int | None:

@@ -1,7 +1,8 @@
 """Counters, and histograms of how long each phase of a save takes; mergeable over attempts.
 
 The JSON: ``{"pid": 7, "uptime_s": 9.5, "counters": {"committed": 3}, "phases": {"write": {"count", "total_s", "min_s", "max_s", "p50_s",
-"p90_s", "p99_s", "buckets": [[upper_s, count], ...]}}}``. The buckets' upper ends are ``1e-6 * 2 ** (i / 4)`` seconds.
+"p90_s", "p99_s", "buckets": [[upper_s, count], ...]}}}``. The buckets' upper ends are ``1e-6 * 2 ** (i / 4)`` seconds. Where something is
+amiss at present, ``"notes": {"copies": "why"}``.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class AgentStats:
         self._began = time.monotonic()
         self._phases: dict[str, Histogram] = {name: Histogram() for name in PHASES}
         self._counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._notes: dict[str, str] = {}
         self.changes = 0
         """Grows with each change, so that an unchanged record is not written again."""
 
@@ -97,6 +99,14 @@ class AgentStats:
             self.changes += 1
             self._counters[name] = self._counters.get(name, 0) + by
 
+    def note(self, name: str, text: str) -> None:
+        """Say what is amiss at present; empty: nothing any more."""
+        with self._lock:
+            self.changes += 1
+            self._notes.pop(name, None)
+            if text:
+                self._notes[name] = text
+
     def merge(self, other: Mapping[str, Any]) -> None:
         """Add what another agent counted, as its JSON says."""
         with self._lock:
@@ -111,6 +121,7 @@ class AgentStats:
             return {
                 "pid": os.getpid(), "uptime_s": time.monotonic() - self._began, "counters": dict(self._counters),
                 "phases": {name: one.as_json() for name, one in self._phases.items()},
+                **({"notes": dict(self._notes)} if self._notes else {}),
             }  # fmt: skip
 
     def encode(self) -> bytes:

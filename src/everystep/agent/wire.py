@@ -23,7 +23,8 @@ Anything = (
     messages.Hello | messages.Welcome | messages.ListSnapshots | messages.Snapshots | messages.TakeSnapshot | messages.SnapshotTaken
     | messages.Drain | messages.Drained | messages.Configure | messages.Prepare | messages.Lease | messages.SlabGranted | messages.NoSlab
     | messages.GiveBack | messages.Seal | messages.RecordMetrics | messages.ReleaseSnapshot | messages.Bye | messages.AskStats
-    | messages.Stats | messages.Stop | messages.Done | messages.Failed | messages.Event
+    | messages.Stats | messages.Stop | messages.OpenPeers | messages.PeersOpened | messages.SetPeers | messages.Done | messages.Failed
+    | messages.Event
 )  # fmt: skip
 
 
