@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-KINDS = ("unit", "property", "contract", "stateful", "crash", "hostile", "cli", "docs", "formats")
+KINDS = ("unit", "property", "contract", "stateful", "crash", "hostile", "cli", "docs", "formats", "distributed")
 AGENT_GRACE_S = 5.0
 
 hypothesis.settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, database=None, print_blob=True,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from everystep.trainer.load import load as load
     from everystep.trainer.pending import Pending as Pending
     from everystep.trainer.pending import Report as Report
+    from everystep.trainer.preemption import Preemption as Preemption
+    from everystep.trainer.preemption import PreemptionReport as PreemptionReport
     from everystep.trainer.state import RNG as RNG
     from everystep.trainer.state import RestoreReport as RestoreReport
 
@@ -48,6 +50,8 @@ _HOMES = {
     "NotFoundError": "everystep.errors",
     "Pending": "everystep.trainer.pending",
     "PermanentStoreError": "everystep.errors",
+    "Preemption": "everystep.trainer.preemption",
+    "PreemptionReport": "everystep.trainer.preemption",
     "RNG": "everystep.trainer.state",
     "Report": "everystep.trainer.pending",
     "RestoreReport": "everystep.trainer.state",
@@ -74,6 +78,8 @@ __all__ = [
     "NotFoundError",
     "Pending",
     "PermanentStoreError",
+    "Preemption",
+    "PreemptionReport",
     "Report",
     "RestoreReport",
     "RestoredFrom",

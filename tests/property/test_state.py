@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from everystep.trainer.state import WORDS, StateCollector, load_state, restore_into
+from everystep.layout import HeldTensor, RankLayout, plan_world
+from everystep.manifest import TensorSpec, block_digests, digest, merge
+from everystep.plan import slab_part
+from everystep.region import Region
+from everystep.trainer.reading import ManifestReader
+from everystep.trainer.restoring import Wanted
+from everystep.trainer.sharding import Chunk, box
+from everystep.trainer.staging import SlabViews, Stager
+from everystep.trainer.state import WORDS, Leaf, StateCollector, load_state, restore_into
 
 
 class MemoryReader:
@@ -18,13 +29,14 @@ class MemoryReader:
 
     def __init__(self, collected, step=1):
         self.step = step
+        self.beyond = self.by_rank = False
         self.values = collected.values
         self.data = {leaf.spec.name: leaf.tensor.detach().clone() for leaf in collected.leaves}
         specs = {leaf.spec.name: leaf.spec for leaf in collected.leaves}
         self.tensors = {**specs, **{alias: specs[name] for alias, name in collected.aliases.items()}}
 
     def read(self, wanted):
-        for name, tensor in wanted:
+        for name, tensor, _ in wanted:
             tensor.copy_(self.data[self.tensors[name].name])
 
 
@@ -188,3 +200,85 @@ def test_any_order_and_grouping_of_parameters(one_order, two_order, grouping, st
     }
     again = {index: group["lr"] for group in second.param_groups for index in range(4) if any(p is two[index] for p in group["params"])}
     assert rates == again
+
+
+# -- regions ---------------------------------------------------------------------------------------------------------------
+
+
+class SlabSource:
+    """The bytes of slabs in memory, one for each node."""
+
+    def __init__(self, places, *, direct):
+        self.places, self.direct = places, direct
+
+    def read_into(self, number, offset, view):
+        slab, at = self.places[number]
+        view[:] = slab[at + offset : at + offset + len(view)]
+
+    def bytes_of(self, fetch):
+        view = memoryview(bytearray(fetch.nbytes))
+        self.read_into(fetch.object, fetch.offset, view)
+        return view
+
+    def release(self, view):
+        pass
+
+
+def cells(shape, grid):
+    """The boxes that ``torch.chunk`` along each dimension makes, empty ones too."""
+    sides = []
+    for size, count in zip(shape, grid, strict=True):
+        full = -(-size // count)
+        sides.append([(min(i * full, size), max(0, min(full, size - i * full))) for i in range(count)])
+    return [Region(tuple(begin for begin, _ in picked), tuple(size for _, size in picked)) for picked in itertools.product(*sides)]
+
+
+@st.composite
+def layouts(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    grids = st.tuples(*[st.integers(1, 3) for _ in shape])
+    return shape, draw(grids), draw(grids), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+
+
+@hypothesis.given(layouts(), st.booleans(), st.booleans(), st.sampled_from([torch.float32, torch.uint8, torch.bfloat16]), st.sampled_from([1, 64, 1 << 20]))
+def test_any_layout_is_staged_and_read_as_any_other(layout, together, direct, dtype, direct_nbytes):
+    """Regions of any grid, with replicas, on one or several nodes: staged by boxes, and read back as the boxes of any other grid."""
+    shape, saved, wanted, replicas, nodes = layout
+    full = torch.arange(math.prod(shape)).view(shape).to(dtype)
+    spec = TensorSpec("m.w", WORDS[dtype], shape, "m")
+    held = cells(shape, saved) * replicas
+    nodes = min(nodes, len(held))
+    leaves, told = [], []
+    for rank, region in enumerate(held):
+        chunks = (Chunk(region, Region((0,) * len(shape), region.sizes)),) if region.numel else ()
+        leaves.append([Leaf(spec, box(full, region).clone(), late=bool(rank % 2), chunks=chunks)])
+        told.append(RankLayout(rank % nodes, (HeldTensor(spec, tuple(chunk.region for chunk in chunks)),), {}))
+    plans = plan_world(told)
+    parts, slabs = [], {}
+    for number, node in enumerate(plans):
+        slab = memoryview(bytearray(node.plan.nbytes))
+        ranks = tuple(rank for rank in range(len(held)) if rank % nodes == number)
+        for rank in ranks:
+            stager, errors = Stager(notice=lambda _: None), []
+            stager.stage(step=1, leaves=leaves[rank], copies=node.copies.get(rank, ()), views=SlabViews(slab, node.plan, [dtype] * len(node.plan.placements)),
+                         overlap=False, finish=lambda staging, errors=errors: errors.append(staging.error))  # fmt: skip
+            assert errors == [None]
+            stager.close()
+        slabs.update((file.name, (slab, file.slab_offset)) for file in node.plan.files)
+        parts.append(slab_part(
+            node.plan, step=1, attempt=1, node=number, nodes=nodes, saved_at=0.0, values=b'{"state":{"dict":[]}}', metrics={}, world=len(held), ranks=ranks,
+            object_key={file.name: file.name for file in node.plan.files}, header_digests=[digest(file.header) for file in node.plan.files],
+            digests=[block_digests(slab[one.slab_offset : one.slab_offset + one.nbytes]) for one in node.plan.placements],
+        ))  # fmt: skip
+    manifest = merge(parts)
+    reader = ManifestReader(manifest, SlabSource([slabs[stored.key] for stored in manifest.objects], direct=direct), threads=1)
+    targets = []
+    for number, region in enumerate(cells(shape, wanted)):
+        tensor = torch.zeros(region.sizes, dtype=dtype)
+        targets.append(Wanted("m.w", tensor.transpose(0, -1).contiguous().transpose(0, -1) if number % 2 else tensor, region))
+    targets.append(Wanted("m.w", torch.zeros(shape, dtype=dtype)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("everystep.trainer.reading._DIRECT_NBYTES", direct_nbytes)
+        for several in [targets] if together else [*([one] for one in targets[:3]), targets[3:]]:
+            reader.read(several)
+    assert all(torch.equal(one.tensor, full if one.region is None else box(full, one.region)) for one in targets)

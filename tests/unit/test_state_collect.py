@@ -176,16 +176,17 @@ def test_quantized_nested_and_lazy_tensors_are_refused():
         collect({"m": nn.LazyLinear(3)})
 
 
-def test_sharded_tensors_are_refused(tmp_path):
-    """A DTensor is refused as not supported yet, never gathered."""
+def test_a_sharded_tensor_is_its_local_one(tmp_path):
+    """A DTensor of one process is stored as its local tensor, never gathered."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         model = nn.Linear(2, 2)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
-        with pytest.raises(StateError, match=r"'m\.weight' is sharded.*not supported by this version yet"):
-            collect({"m": model})
+        leaf = collect({"m": model}).leaves[0]
+        assert leaf.tensor is model.weight._local_tensor
+        assert (leaf.spec.shape, len(leaf.chunks)) == ((2, 2), 1)
     finally:
         torch.distributed.destroy_process_group()
 

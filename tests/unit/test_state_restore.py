@@ -20,6 +20,7 @@ class MemoryReader:
 
     def __init__(self, collected, step=1):
         self.step = step
+        self.beyond = self.by_rank = False
         self.values = collected.values
         self.data = {leaf.spec.name: leaf.tensor.detach().clone() for leaf in collected.leaves}
         specs = {leaf.spec.name: leaf.spec for leaf in collected.leaves}
@@ -27,8 +28,9 @@ class MemoryReader:
         self.reads = []
 
     def read(self, wanted):
-        for name, tensor in wanted:
+        for name, tensor, region in wanted:
             stored = self.data[self.tensors[name].name]
+            assert region is None
             assert (tensor.shape, tensor.dtype) == (stored.shape, stored.dtype)
             assert not tensor.requires_grad
             tensor.copy_(stored)

@@ -27,15 +27,18 @@ def as_url(path: str | os.PathLike[str]) -> str:
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
-def check_numbers(*, memory_budget: object, max_failures: object, max_failing_s: object, idle_s: object) -> None:
+def check_numbers(*, memory_budget: object, max_failures: object, max_failing_s: object, idle_s: object, replicas: object,
+                  replica_nbytes_s: object) -> None:  # fmt: skip
     """ConfigError for a checkpointer's option that is no sensible number."""
     for name, value, kinds, least in (
         ("memory_budget", memory_budget, (int,), 1),
         ("max_failures", max_failures, (int,), 0),
         ("max_failing_s", max_failing_s, (int, float), 0),
         ("idle_s", idle_s, (int, float), 0),
+        ("replicas", replicas, (int,), 0),
+        ("replica_nbytes_s", replica_nbytes_s, (int,), 1),
     ):
-        if value is None and name == "memory_budget":
+        if value is None and name in {"memory_budget", "replica_nbytes_s"}:
             continue
         if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
             unit = "bytes" if name == "memory_budget" else "seconds" if name.endswith("_s") else "failures"

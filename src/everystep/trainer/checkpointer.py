@@ -20,35 +20,50 @@ from torch.utils.hooks import RemovableHandle
 from everystep import policy
 from everystep.agent import messages
 from everystep.agent.client import AgentClient, Slab
-from everystep.errors import AgentError, CapacityError, CheckpointError, ConfigError, ConflictError, NotFoundError, StoreError, rebuild
-from everystep.plan import SavePlan, plan_save
+from everystep.errors import (
+    AgentError,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    StoreError,
+    rebuild,
+)
+from everystep.plan import SavePlan
 from everystep.policy import Cadence, Keep
 from everystep.repository import CheckpointKey
 from everystep.trainer.arguments import as_url, check_numbers, checked_step, numbers_of, outside_inference, some
-from everystep.trainer.connection import Connection
+from everystep.trainer.connection import Connection, Options
 from everystep.trainer.failing import Failures
-from everystep.trainer.finding import RestoredFrom, restore_newest
+from everystep.trainer.finding import RestoredFrom, restore
 from everystep.trainer.pending import Pending
-from everystep.trainer.staging import SlabViews, Stager, Staging, order_of
-from everystep.trainer.state import Collected, RestoreReport, StateCollector, restore_into
+from everystep.trainer.planning import Plans
+from everystep.trainer.preemption import Preemption, PreemptionReport, Request, Watch
+from everystep.trainer.restoring import TensorReader
+from everystep.trainer.staging import SlabViews, Stager, Staging
+from everystep.trainer.state import RestoreReport, StateCollector, restore_into
+from everystep.trainer.tensors import DTYPES
+from everystep.trainer.world import Group
 
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("everystep")
 _DRAIN_TIMEOUT_S = 3600.0
+_OF_OTHERS = ("incomplete", "rank")
+"""Kinds of failures that another rank's or node's leaving out of a step is to this one."""
 _OF_ONE_STEP = ("forgotten", "committed")
 """Conflicts that concern one step's checkpoint and not who has the run."""
-_PLANS = 4
-"""Plans remembered at a time; the agent remembers more, so that a plan known here is known there."""
 
 
 class _Aim(NamedTuple):
-    """What a save is for: ``bound`` for the disk; ``must`` get there whatever comes later; ``unskippable``: waits for a slab."""
+    """What a save is for: ``bound`` for the disk; ``must`` get there whatever comes later; ``waits_s``: so long for a slab."""
 
     metrics: dict[str, float]
     bound: bool
     must: bool
-    unskippable: bool
+    waits_s: float
     pin: bool
 
 
@@ -69,8 +84,19 @@ class Checkpointer:
             environments that forbid it; memory then dies with the trainer.
         idle_s: An agent without a trainer ends after this many seconds.
         fresh: Start a new timeline although the run has checkpoints (they stay until retention takes them).
+        group: The ranks that save together: a process group whose messages may go over its store; None: the default group when
+            torch.distributed is initialised at the first save or restore; ``"alone"``: this process by itself.
+        replicas: On several nodes: how many other nodes' agents keep a copy of this node's newest snapshot in their memory.
+        replica_nbytes_s: Bytes a second that a node's agent may take for copies of others' snapshots; None: as fast as the network is.
+        domain: What fails together with this node bears the same word (a rack, a zone): copies go elsewhere where they can. None:
+            ``EVERYSTEP_DOMAIN``.
+        preemption: What SIGTERM and SIGUSR1 do; None: they are not looked at.
+        replicated: Patterns (``"ema.*"``) of tensors in plain data and stateful objects that are equal on all ranks: stored once, and not
+            by rank.
 
-    A run belongs to one trainer at a time. Thread-safe; not usable in a forked child.
+    A run belongs to one job at a time: one trainer, or all ranks of a group, which make the same calls with the same arguments. The first
+    ``save``, a ``save`` whose state has new tensors, and every ``restore`` are calls that all ranks have to make together; other saves
+    exchange nothing between ranks. Thread-safe; not usable in a forked child.
     """
 
     def __init__(
@@ -86,12 +112,20 @@ class Checkpointer:
         agent: bool = True,
         idle_s: float = 600.0,
         fresh: bool = False,
+        group: Group = None,
+        replicas: int = 0,
+        replica_nbytes_s: int | None = None,
+        domain: str | None = None,
+        replicated: Sequence[str] = (),
+        preemption: Preemption | None = None,
     ) -> None:
         self.path = as_url(path)
         self.cadence = cadence or Cadence()
         self.keep = keep or Keep()
         self.overlap = overlap
-        check_numbers(memory_budget=memory_budget, max_failures=max_failures, max_failing_s=max_failing_s, idle_s=idle_s)
+        check_numbers(memory_budget=memory_budget, max_failures=max_failures, max_failing_s=max_failing_s, idle_s=idle_s,
+                      replicas=replicas, replica_nbytes_s=replica_nbytes_s)  # fmt: skip
+        self._fresh = fresh
         self.last_restore: RestoreReport | None = None
         self.restored_from: RestoredFrom | None = None
         self._lock = threading.RLock()
@@ -100,13 +134,18 @@ class Checkpointer:
         self._failing = Failures(at_most=max_failures, for_s=max_failing_s)
         self._best = policy.BestSoFar(self.keep)
         self._collector = StateCollector()
+        self._collector.replicated = tuple(replicated)
         self._stager = Stager(notice=_log.warning)
+        options = Options(
+            cadence=self.cadence, keep=self.keep, memory_budget=memory_budget, idle_s=idle_s, replicas=replicas,
+            replica_nbytes_s=replica_nbytes_s, domain=domain,
+        )  # fmt: skip
         self._run = Connection(
-            self.path, cadence=self.cadence, keep=self.keep, memory_budget=memory_budget, idle_s=idle_s, in_process=not agent, fresh=fresh,
-            on_event=_weakly(self._on_event), on_lost=_weakly(self._on_lost),
+            self.path, options=options, group=group, in_process=not agent, fresh=fresh, on_event=_weakly(self._on_event),
+            on_lost=_weakly(self._on_lost),
         )  # fmt: skip
         self._generation = 0
-        self._plans: dict[object, tuple[SavePlan, list[int]]] = {}
+        self._plans = Plans(self._run)
         self._views: dict[tuple[int, str], SlabViews] = {}
         self._last_step: int | None = None
         self._last: Pending | None = None
@@ -117,9 +156,27 @@ class Checkpointer:
         self._pending: dict[tuple[int, int], Pending] = {}
         self._warned: set[str] = set()
         self._hook = register_optimizer_step_pre_hook(_fence_hook(weakref.ref(self)))
-        self._abandon = weakref.finalize(self, _abandoned, self.path, self._pid, self._run, self._stager, self._hook)
+        self._watch = Watch(preemption, outlives=agent)
+        self._joined = False
+        self._replan = False
+        """All ranks plan anew at the save under way: none may leave it out."""
+        self._abandon = weakref.finalize(self, _abandoned, self.path, self._pid, self._run, self._stager, self._hook, self._watch)
         self._abandon.atexit = False  # then close() is called
         _open.add(self)
+        self._watch.install()
+
+    @property
+    def preempted(self) -> PreemptionReport | None:
+        """What became of the save that the last signal asked for; None when there was none."""
+        return self._watch.report
+
+    @property
+    def _decides(self) -> bool:
+        """Whether this rank's clock says when a save is bound for the disk; a number of steps is the same for all."""
+        if not isinstance(self.cadence.disk, (str, float)) or self._run.world.size == 1:
+            return True
+        where = self._run.met()
+        return where.nodes == 1 and where.is_first  # the agents of several nodes agree on it by themselves
 
     @property
     def failures(self) -> list[CheckpointError]:
@@ -156,38 +213,70 @@ class Checkpointer:
         with self._lock:
             self._usable()
             step = checked_step(step)
-            self._stager.fence()
-            self._stager.idle()
-            if self._run.conflict is not None:
-                raise self._run.conflict
-            self._failing.raise_if_due()
-            if self._last is not None and step == self._last_step and self._last.report.outcome != "failed":
-                return self._again(self._last, metrics=numbers_of(metrics or {}, step), sync=sync, pin=pin)
-            if self._last_step is not None and step < self._last_step:
-                message = f"step {step} comes after step {self._last_step} in the same attempt"
-                raise ConfigError(message, step=step, kind="step-order", hint="steps grow; restore(state, step=...) starts a new timeline")
-            numbers = numbers_of(metrics or {}, step)
-            # What retention is to keep has to get to the disk first.
-            kept = self.cadence.disk is not False and (policy.keeps_step(step, self.keep) or self._is_best(numbers))
-            ticks = time.monotonic()  # the clock on the wall may be set back, and then nothing would be due for long
-            due = self._owed or policy.disk_bound(step, self.cadence, now=ticks, last_bound_at=self._last_bound_at)
-            must = pin or sync or kept
-            bound = must or due
-            aim = _Aim(metrics=numbers, bound=bound, must=must, unskippable=pin or sync, pin=pin)
-            if not bound and not policy.is_due(step, self.cadence.memory):
-                pending = Pending(step)
-                pending._advance("skipped", reason=f"not due: memory every {self.cadence.memory} steps")
-                return pending
-            with outside_inference():
-                pending = self._take(step, state, aim, began=began)
-            if self._last is pending and pending.report.outcome != "failed":
-                self._last_bound_at = ticks if bound else self._last_bound_at
-                self._owed = False
-            else:
-                self._owed = bound  # the disk gets the next one that can be saved instead
+            request = self._asked(step)
+            self._replan = self._plans.next_call(step)
+            pending = self._save(step, state, numbers=numbers_of(metrics or {}, step), sync=sync, pin=pin, request=request, began=began)
         if sync:
             pending.wait("disk")
+        if request is not None:
+            self._watch.finish(request, pending)
         return pending
+
+    def _asked(self, step: int) -> Request | None:
+        """Whether a signal asks for this save."""
+        if not self._joined:
+            self._watch.join(self._run.world)
+            self._joined = True
+        return self._watch.due(step)
+
+    def _save(self, step: int, state: Mapping[str, Any], *, numbers: dict[str, float], sync: bool, pin: bool, request: Request | None,
+              began: float) -> Pending:  # fmt: skip
+        self._stager.fence()
+        self._stager.idle()
+        if self._run.conflict is not None:
+            raise self._run.conflict
+        if request is None:
+            self._failing.raise_if_due()
+        if self._last is not None and step == self._last_step and self._last.report.outcome != "failed":
+            drain_s = None if sync or pin else 0.0 if request is None else self._watch.left_s(request)
+            return self._again(self._last, metrics=numbers, drain_s=drain_s, pin=pin)
+        if self._last_step is not None and step < self._last_step:
+            message = f"step {step} comes after step {self._last_step} in the same attempt"
+            raise ConfigError(message, step=step, kind="step-order", hint="steps grow; restore(state, step=...) starts a new timeline")
+        # What retention is to keep has to get to the disk first.
+        kept = self.cadence.disk is not False and (policy.keeps_step(step, self.keep) or self._is_best(numbers))
+        ticks = time.monotonic()  # the clock on the wall may be set back, and then nothing would be due for long
+        due = self._owed or (self._decides and policy.disk_bound(step, self.cadence, now=ticks, last_bound_at=self._last_bound_at))
+        must = pin or sync or kept or request is not None
+        bound = must or due
+        waits_s = _DRAIN_TIMEOUT_S if pin or sync else 0.0 if request is None else self._watch.left_s(request)
+        aim = _Aim(metrics=numbers, bound=bound, must=must, waits_s=waits_s, pin=pin)
+        if not self._takes(step, bound=bound, joint=pin or sync or request is not None):
+            pending = Pending(step)
+            pending._advance("skipped", reason=f"not due: memory every {self.cadence.memory} steps")
+            return pending
+        with outside_inference():
+            pending = self._take(step, state, aim, began=began)
+        if self._last is pending and pending.report.outcome != "failed":
+            self._last_bound_at = ticks if bound else self._last_bound_at
+            self._owed = False
+        else:
+            self._owed = bound  # the disk gets the next one that can be saved instead
+        return pending
+
+    def _takes(self, step: int, *, bound: bool, joint: bool) -> bool:
+        """Whether a save is made at all.
+
+        Many ranks all have to come to the same answer by the step alone: what a clock, a metric, or a save that failed on one of them binds
+        for the disk has to wait for a step that is due for all.
+        """
+        if joint or self._replan or policy.is_due(step, self.cadence.memory):
+            return True
+        disk = self.cadence.disk
+        if self._run.world.size == 1 or disk is False:
+            return bound
+        by_number = isinstance(disk, int) and policy.is_due(step, disk)
+        return by_number or policy.keeps_step(step, self.keep)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Attach metrics that became known after ``save(step, ...)``, such as a validation loss."""
@@ -207,31 +296,55 @@ class Checkpointer:
         for key, known in list(self._pending.items()):  # other threads take theirs out meanwhile
             if known.done():
                 self._pending.pop(key, None)
-        collected = self._collector.collect(state)
+        starting = self._run.attempt is None
+        awaited = starting or self._plans.due  # the others come to plan with this rank
         try:
+            if starting:
+                self._run.world.begin()
+            self._collector.rank_suffix = f"@rank-{self._run.world.rank:05d}" if self._run.world.size > 1 else ""
+            collected = self._collector.collect(state)
             client, attempt = self._run.writing()
-            plan, order = self._planned(collected)
+            planned = self._plans.of(collected, starting=starting, waits_s=aim.waits_s)
+            awaited = False
+            if planned is None:
+                reason = "its state has other tensors than before, and the ranks plan anew two saves later"
+                self._leave_out(step, reason)
+                return self._skip(pending, "structure", reason)
+            plan, copies = planned
             self._run.prepare(client, plan)
             planned_s = time.perf_counter() - began
             slab = client.lease(plan, step)
-            if isinstance(slab, messages.NoSlab) and aim.unskippable:
-                slab = self._waited_for(client, plan, step)
-        except ConflictError:
+            if isinstance(slab, messages.NoSlab) and aim.waits_s > 0:
+                slab = self._waited_for(client, plan, step, aim.waits_s)
+        except ConflictError as error:
+            if awaited:
+                self._run.failed(error, awaited=True)
             raise
         except (AgentError, CapacityError, StoreError) as error:
+            if awaited:
+                self._run.failed(error, awaited=True)
             self._fail(pending, error)
+            if starting and self._run.world.size > 1:  # the ranks never came together: that is no hiccup
+                raise
+            if error.kind not in {"timeout", "lost"}:  # an agent that does not answer would not answer this either
+                self._leave_out(step, f"its save of step {step} failed: {error}")
             return pending
+        except BaseException as error:
+            if awaited:
+                self._run.failed(error, awaited=True)
+            if not starting:
+                self._leave_out(step, f"its save of step {step} failed: {error}")
+            raise
         if isinstance(slab, messages.NoSlab):
-            self._notice_once(slab.kind, f"step {step} is not saved: {slab.reason}")
-            pending._advance("skipped", reason=slab.reason)
-            self._skipped = step
-            return pending
+            return self._skip(pending, slab.kind, slab.reason)
         self._skipped = None
         overlap = self.overlap and bool(collected.optimizers) and not collected.unfenced
         if collected.unfenced and self.overlap:
             text = f"{collected.unfenced[0]!r} does not run torch's optimizer step hooks: save() copies everything in the call"
             self._notice_once("unfenced", text)
         pending._expect_disk(aim.bound or self.cadence.disk is None)
+        pending._must = aim.waits_s > 0
+        together = self._run.world.size > 1
         self._pending[step, attempt] = pending
         self._last, self._last_step = pending, step
         # Of the save before: how long this one's call and fence take is known only when it has been sealed.
@@ -243,6 +356,7 @@ class Checkpointer:
                 self._give_back(client, slab)
                 self._fail(pending, staging.error)
                 return
+            pending._time({**timings, "stage": staging.stage_s}, nbytes=sum(file.nbytes for file in plan.files))
             try:
                 client.seal(
                     slab, plan=plan, step=step, attempt=attempt, saved_at=now, values=collected.values, metrics=aim.metrics,
@@ -254,13 +368,12 @@ class Checkpointer:
             except Exception as error:  # the staging thread's top: whoever waits for this save has to hear of it
                 self._fail(pending, CheckpointError(f"step {step} could not be sealed: {error!r}", step=step, kind="internal"))
                 return
-            if not pending._disk_expected:
-                self._failing.end()
-            pending._advance("memory", timings_s={**timings, "stage": staging.stage_s}, nbytes=sum(file.nbytes for file in plan.files))
+            if not together:  # else the agent says when all ranks have sealed it
+                self._in_memory(pending)
 
         try:
-            views = self._viewed(slab, plan, collected)
-            self._stager.stage(step=step, leaves=collected.leaves, order=order, views=views, overlap=overlap, finish=finish)
+            views = self._viewed(slab, plan)
+            self._stager.stage(step=step, leaves=collected.leaves, copies=copies, views=views, overlap=overlap, finish=finish)
         except BaseException as error:  # also an interrupt: the slab must not stay leased
             self._give_back(client, slab)
             broken = CheckpointError(f"save of step {step} was broken off: {error!r}", step=step, kind="interrupted", hint="save it again")
@@ -270,20 +383,47 @@ class Checkpointer:
         pending._time({"call": self._call_s})
         return pending
 
-    def _waited_for(self, client: AgentClient, plan: SavePlan, step: int) -> Slab:
+    def _leave_out(self, step: int, reason: str) -> None:
+        """Other ranks must not wait for this one's share of a step that it does not save."""
+        client, plan = self._run.client, self._plans.current
+        if self._run.world.size == 1 or client is None or not client.alive or plan is None:
+            return
+        try:
+            slab = client.lease(plan, step)
+            if isinstance(slab, Slab):
+                client.give_back(slab, reason)
+        except CheckpointError as error:
+            _log.debug("the other ranks are not told that step %d is left out: %s", step, error)
+
+    def _skip(self, pending: Pending, kind: str, reason: str) -> Pending:
+        self._skipped = pending.step
+        if self._run.met().nodes > 1 and self._failing.without():
+            # Agents that do not hear of each other fill their slabs with steps that are never complete.
+            hint = "everystep agent ls, and the agents' logs beside their sockets, show what they wait for"
+            self._fail(pending, AgentError(f"for long no step has been saved: {reason}", step=pending.step, kind="stuck", hint=hint))
+            return pending
+        self._notice_once(kind, f"step {pending.step} is not saved: {reason}")
+        pending._advance("skipped", reason=reason)
+        return pending
+
+    def _waited_for(self, client: AgentClient, plan: SavePlan, step: int, timeout_s: float) -> Slab:
         """A slab for a save that must not be skipped: there is one when all that is bound for the disk is there."""
-        client.drain(timeout_s=_DRAIN_TIMEOUT_S)
+        client.drain(timeout_s=timeout_s)
         slab = client.lease(plan, step)
         if isinstance(slab, messages.NoSlab):
             raise CapacityError(f"step {step} is not saved: {slab.reason}", step=step, kind=slab.kind, hint="raise memory_budget")
         return slab
 
-    def _again(self, last: Pending, *, metrics: dict[str, float], sync: bool, pin: bool) -> Pending:
+    def _again(self, last: Pending, *, metrics: dict[str, float], drain_s: float | None, pin: bool) -> Pending:
         self._notice_once("again", f"step {last.step} is saved already; a step names one state, the first one is kept")
         if metrics:
             self.record(last.step, metrics)
-        if sync or pin:
-            self._drain(None)
+        if drain_s is None or drain_s > 0:
+            try:
+                self._drain(drain_s)
+            except CheckpointError:
+                if drain_s is None:
+                    raise  # else a signal's time is up: what was reached is in the report
         repository, attempt = self._run.opened(create=False), self._run.attempt
         if pin and repository is not None and attempt is not None:
             repository.pin(CheckpointKey(last.step, attempt), reason="pinned by a save")
@@ -301,26 +441,14 @@ class Checkpointer:
             self._best.learn(repository.metrics(key) for key in repository.lineage())
         return self._best.improves(metrics[metric])
 
-    def _planned(self, collected: Collected) -> tuple[SavePlan, list[int]]:
-        found = self._plans.get(collected.structure)
-        if found is None:
-            plan = plan_save([leaf.spec for leaf in collected.leaves], aliases=collected.aliases)
-            found = plan, order_of(plan, collected.leaves)
-            while len(self._plans) >= _PLANS:
-                dropped, _ = self._plans.pop(next(iter(self._plans)))
-                self._run.forget(dropped)
-            self._plans[collected.structure] = found
-        return found
-
-    def _viewed(self, slab: Slab, plan: SavePlan, collected: Collected) -> SlabViews:
+    def _viewed(self, slab: Slab, plan: SavePlan) -> SlabViews:
         if self._generation != self._run.generation:
             self._forget_views(lambda _: True)
             self._generation = self._run.generation
         found = self._views.get((slab.id, plan.id))
         if found is None:
-            by_name = {leaf.spec.name: leaf.tensor.dtype for leaf in collected.leaves}
-            dtypes = [by_name[plan.tensors[placement.tensor].name] for placement in plan.placements]
-            known = {plan.id for plan, _ in self._plans.values()}
+            dtypes = [DTYPES[plan.tensors[placement.tensor].dtype] for placement in plan.placements]
+            known = self._plans.ids
             self._forget_views(lambda key: key[0] == slab.id or key[1] not in known)
             found = self._views[slab.id, plan.id] = SlabViews(slab.view, plan, dtypes)
         return found
@@ -356,52 +484,62 @@ class Checkpointer:
             LayoutError: Names, shapes or dtypes do not fit; nothing was changed.
             CorruptionError: There are checkpoints and none of them verifies.
         """
+        found = self._restore(lambda reader: restore_into(state, reader, strict=strict, include=include, cast=cast), step=step)
+        if found is None:
+            return None
+        source, report = found
+        if not strict and (report.missing or report.unexpected):
+            _log.warning(
+                "step %d is restored in part: %d tensors, without %d that the checkpoint lacks (%s) and %d that the state lacks (%s)",
+                source.key.step, len(report.restored), len(report.missing), some(report.missing), len(report.unexpected),
+                some(report.unexpected),
+            )  # fmt: skip
+        return source.key.step
+
+    def _restore(
+        self, apply: Callable[[TensorReader], RestoreReport], *, step: int | None
+    ) -> tuple[RestoredFrom, RestoreReport] | None:
+        """Have ``apply`` take the newest checkpoint that verifies, or that of ``step``; the next attempt goes on from it."""
         with self._lock, outside_inference():
             self._usable()
             self._stager.fence()
             self._stager.idle()
             if self._run.attempt is not None:
                 self._finish_timeline()
-            repository = self._run.opened(create=False)
+            self._run.world.begin()
+            repository = self._run.found(create=False)
             if repository is None:
                 self._run.looked(None)
                 if step is not None:
                     message = f"no run at {self.path!r}, so no step {step}"
                     raise NotFoundError(message, step=step, kind="no-run", hint="check the path with: everystep ls RUN")
                 return None
-            found = restore_newest(
-                repository,
-                self._run.reading(repository),
-                step=step,
-                apply=lambda reader: restore_into(state, reader, strict=strict, include=include, cast=cast),
-                notice=_log.warning,
-            )
+            try:
+                found = restore(self._run.world, self._run.reach(repository), step=step, apply=apply, notice=_log.warning)
+            except CorruptionError as error:
+                if error.kind != "incomplete" or not self._fresh or step is not None:
+                    raise
+                _log.warning("starting from scratch: %s", error.message)
+                found = None
             if found is None:
                 self._run.looked(None)
                 return None
             self.restored_from, self.last_restore = found
-            report = self.last_restore
-            if not strict and (report.missing or report.unexpected):
-                _log.warning(
-                    "step %d is restored in part: %d tensors, without %d that the checkpoint lacks (%s) and %d that the state lacks (%s)",
-                    self.restored_from.key.step, len(report.restored), len(report.missing), some(report.missing), len(report.unexpected),
-                    some(report.unexpected),
-                )  # fmt: skip
             self._run.looked(self.restored_from.key)
-            return self.restored_from.key.step
+            return found
 
     def steps(self) -> list[int]:
         """Steps that can be restored now, in memory or on disk, in rising order."""
         with self._lock:
             self._usable()
-            return sorted({candidate.key.step for candidate in self._run.restorable()})
+            return sorted({choice.step for choice in self._run.restorable()})
 
     def latest(self) -> int | None:
         """The newest step that can be restored, or None."""
         with self._lock:
             self._usable()
-            candidates = self._run.restorable()
-            return candidates[0].key.step if candidates else None
+            choices = self._run.restorable()
+            return choices[0].step if choices else None
 
     # -- ending --------------------------------------------------------------------------------------------------------------
     def wait(self, timeout_s: float | None = None) -> None:
@@ -429,13 +567,19 @@ class Checkpointer:
                 return
             if self._skipped is not None:
                 _log.warning("step %d, the last one, was not saved: no slab was free", self._skipped)
+            allowed_s = self._watch.drain_s(timeout_s)
+            in_a_hurry = allowed_s == 0.0 and timeout_s != 0.0  # a word here: see Watch.drain_s
             try:
                 self._stager.fence()
                 self._stager.idle()
-                if self._run.conflict is None:
-                    self._drain(timeout_s)
+                if in_a_hurry:
+                    self._run.abandon()  # the agent makes the newest snapshot durable by itself
+                elif self._run.conflict is None:
+                    self._drain(allowed_s)
+                self._run.ended()
             finally:
                 self._closed = True
+                self._watch.remove()
                 _open.discard(self)
                 self._hook.remove()
                 self._stager.close()
@@ -453,6 +597,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._run.failed(error, meets=True)
         try:
             self.close()
         except CheckpointError as failed:
@@ -494,7 +640,10 @@ class Checkpointer:
     # -- outcomes --------------------------------------------------------------------------------------------------------------
     def _on_event(self, event: messages.Event) -> None:
         pending = self._pending.get((event.step, event.attempt))
-        if event.what == "committed":
+        if event.what == "complete":
+            if pending is not None:
+                self._in_memory(pending)
+        elif event.what == "committed":
             self._failing.end()
             _log.info("step %d saved to disk in %.2f s", event.step, event.timings_s.get("total", 0.0))
             self._settle(pending, "disk", event)
@@ -502,14 +651,33 @@ class Checkpointer:
             self._settle(pending, "superseded", event)
         elif event.what == "failed" and event.failed is not None:
             failed = event.failed
+            if failed.kind in _OF_OTHERS and not (pending is not None and pending._must):
+                # Another node had no slab free, say: nothing is broken, and who has failed counts it.
+                self._notice_once(failed.kind, failed.message)
+                if pending is not None:
+                    pending._advance("skipped", reason=failed.message)
+                return
             error = rebuild(failed.name, failed.message, failed.step, None, failed.key, failed.kind, failed.hint, failed.errno)
+            if event.attempt != self._run.attempt:  # of a timeline that a restore has ended: it says nothing about this one
+                _log.error("step %d of attempt %d is not saved: %s", event.step, event.attempt, error)
+                if pending is not None:
+                    pending._advance("failed", reason=str(error), error=error)
+                return
             if isinstance(error, ConflictError) and error.kind not in _OF_ONE_STEP:
                 self._run.conflict = error
             self._fail(pending or Pending(event.step), error)
 
+    def _in_memory(self, pending: Pending) -> None:
+        self._failing.saved()
+        if not pending._disk_expected:
+            self._failing.end()
+        pending._advance("memory")
+
     def _settle(self, pending: Pending | None, outcome: str, event: messages.Event) -> None:
         if pending is not None:
             pending._advance(outcome, timings_s=event.timings_s)
+            if outcome == "disk":
+                self._watch.learn(pending.report)
             self._pending.pop((event.step, event.attempt), None)
 
     def _on_lost(self) -> None:
@@ -560,6 +728,8 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 def _close_all() -> None:
     for checkpointer in list(_open):
+        if checkpointer._pid == os.getpid():
+            checkpointer._run.ended(meets=True)
         try:
             checkpointer.close()
         except CheckpointError as error:
@@ -578,10 +748,11 @@ def _in_fork() -> None:
 os.register_at_fork(after_in_child=_in_fork)
 
 
-def _abandoned(path: str, pid: int, run: Connection, stager: Stager, hook: RemovableHandle) -> None:
+def _abandoned(path: str, pid: int, run: Connection, stager: Stager, hook: RemovableHandle, watch: Watch) -> None:
     """A checkpointer is gone without ``close``: free what it held. Its agent takes it for a trainer that died, and persists the newest."""
     if os.getpid() != pid:
         return
+    watch.remove()
     hook.remove()
     stager.close()
     run.abandon()

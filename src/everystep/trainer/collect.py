@@ -10,6 +10,7 @@ Objects that hand out new small tensors each time (random number generators) hav
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ from everystep.errors import StateError
 from everystep.manifest import TensorSpec
 from everystep.trainer.modules import ModuleEntries, Storages
 from everystep.trainer.nodes import BranchNode, DataNode, ModuleNode, Node, OptimizerNode, StatefulNode, encode_data, leaves_of, scan
-from everystep.trainer.optimizers import OptimizerEntries, is_fenced
+from everystep.trainer.optimizers import OptimizerEntries, innermost, is_fenced
+from everystep.trainer.sharding import Chunk, as_dtensor, local_of, unwrapped
 from everystep.trainer.tensors import Found, dotted, identity, is_text, spec_of, way
 
 _OWNED_NBYTES = 1 << 20
@@ -34,8 +36,12 @@ class Leaf:
     """One tensor of the state. ``late``: only an optimizer step changes it, so it may be copied after ``save`` has returned."""
 
     spec: TensorSpec
+    """Of the whole tensor: its shape is the global one."""
     tensor: torch.Tensor
+    """What this rank holds of it: a plain tensor."""
     late: bool
+    chunks: tuple[Chunk, ...] | None = None
+    """Which regions of the whole tensor lie where in ``tensor``; None: it is the whole one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Collected:
     unfenced: Sequence[str]
     """State paths of optimizers that do not run torch's step hooks (no overlap is possible with them)."""
     structure: object
-    """Hashable; equal when names, dtypes, shapes, order, lateness and aliases are equal: the plan can be reused."""
+    """Hashable; equal when names, dtypes, shapes, chunks, order, lateness and aliases are equal: the plan can be reused."""
 
 
 @dataclasses.dataclass
@@ -101,6 +107,13 @@ class StateCollector:
         self._names: dict[int, str] = {}
         self._spare_names: dict[int, str] = {}
         self._merged: _Merged | None = None
+        self.rank_suffix: str = ""
+        """Where set ("@rank-00003"): tensors of stateful objects and of plain data are kept by rank, with this at the end of their names.
+
+        Others are taken to be equal on all ranks, which they are for modules and optimizers, or are DTensors.
+        """
+        self.replicated: Sequence[str] = ()
+        """Patterns (as in ``fnmatch``) of names that are equal on all ranks all the same."""
 
     def collect(self, state: Mapping[str, Any]) -> Collected:
         """Walk the state. StateError / LayoutError name the path of what cannot be stored, before anything is written."""
@@ -126,19 +139,38 @@ class StateCollector:
                     entries, stale = ModuleEntries(node.module, node.keys, dotted(node.keys)), True
                 modules[node.keys] = entries
                 found[node.keys] = self._module(entries, walk)
-            elif not isinstance(node, OptimizerNode):
-                into: list[Found] = []
-                value = node.owner.state_dict() if isinstance(node, StatefulNode) else node.value  # type: ignore[union-attr]
-                kind = b"stateful" if isinstance(node, StatefulNode) else b"value"
-                walk.encoded[node.keys] = b'{"%b":%b}' % (kind, encode_data(value, node.keys, into))
-                found[node.keys] = _NOTHING, into
         if stale or modules.keys() != self._modules.keys():
             self._modules = modules
             self._names, self._spare_names = names_of(modules.values())
             self._optimizers.clear()
+        called = self._called(nodes) if self.rank_suffix else None
+        for node in nodes:
+            if not isinstance(node, (ModuleNode, OptimizerNode)):
+                into: list[Found] = []
+                value = node.owner.state_dict() if isinstance(node, StatefulNode) else node.value  # type: ignore[union-attr]
+                kind = b"stateful" if isinstance(node, StatefulNode) else b"value"
+                walk.encoded[node.keys] = b'{"%b":%b}' % (kind, encode_data(value, node.keys, into, None, called))
+                found[node.keys] = _NOTHING, into
         self._take_optimizers(nodes, found, walk)
         walk.blocks = [found[node.keys] for node in nodes]
         return walk
+
+    def _called(self, nodes: Sequence[Node]) -> Callable[[str, torch.Tensor], str]:
+        """What tensors of objects and plain data are called where each rank keeps its own."""
+        optimizers = [innermost(node.optimizer) for node in nodes if isinstance(node, OptimizerNode)]
+        stepped = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        suffix, replicated = self.rank_suffix, list(self.replicated)
+
+        def called(name: str, tensor: torch.Tensor) -> str:
+            equal = (
+                as_dtensor(tensor) is not None
+                or id(tensor) in stepped
+                or id(tensor) in self._names
+                or any(fnmatch.fnmatchcase(name, pattern) for pattern in replicated)
+            )
+            return name if equal else name + suffix
+
+        return called
 
     def _module(self, entries: ModuleEntries, walk: _Walk) -> tuple[list[Found], list[Found]]:
         tensors, plain = entries.dynamic()
@@ -214,7 +246,7 @@ class StateCollector:
                 return None
             if before.leaf >= 0 and (before.owned or key != before.identity):
                 leaf = last.leaves[before.leaf]
-                if spec_of(now) != leaf.spec:
+                if spec_of(now) != leaf.spec or unwrapped(now.tensor, now.name)[1] != leaf.chunks:
                     return None
                 fresh.update(_replace(before, now, leaf))
             before.found, before.identity = now, key
@@ -257,12 +289,13 @@ class StateCollector:
         leaves: list[Leaf] = []
         index: dict[str, int] = {}
         for name, one in chosen.items():
-            leaf, before = Leaf(spec_of(one), one.tensor, late[name]), old.get(name)
+            local, chunks = unwrapped(one.tensor, name)
+            leaf, before = Leaf(spec_of(one), local, late[name], chunks), old.get(name)
             same = (
                 before is not None
-                and before.tensor is one.tensor
-                and id(one.tensor) not in moved
-                and (before.spec, before.late) == (leaf.spec, leaf.late)
+                and before.tensor is local
+                and id(local) not in moved
+                and (before.spec, before.late, before.chunks) == (leaf.spec, leaf.late, leaf.chunks)
             )
             index[name] = len(leaves)
             leaves.append(before if same and before is not None else leaf)
@@ -274,7 +307,7 @@ class StateCollector:
         parts = [static for static, _ in walk.blocks]
         shaped = [one.tensor for static in parts if id(static) in in_modules for one in static]
         others = [one.tensor for static in parts if id(static) not in in_modules for one in static]
-        body = msgspec.json.encode([[leaf.spec, leaf.late] for leaf in leaves] + [list(pair) for pair in aliases.items()])
+        body = msgspec.json.encode([[leaf.spec, leaf.late, leaf.chunks] for leaf in leaves] + [list(pair) for pair in aliases.items()])
         return _Merged(parts, Storages(shaped, others), dynamic, static_ids, leaves, aliases, xxhash.xxh3_128_hexdigest(body))
 
     def _document(self, node: Node, walk: _Walk) -> bytes:
@@ -310,6 +343,8 @@ def _replace(before: _Dynamic, now: Found, leaf: Leaf) -> dict[int, Leaf]:
 
     Small eager ones on the host are copied into a tensor of ours, so that the leaf can stay.
     """
+    if as_dtensor(now.tensor) is not None:
+        return {before.leaf: dataclasses.replace(leaf, tensor=local_of(now.tensor))}
     if now.late or now.tensor.device.type != "cpu" or now.tensor.numel() * now.tensor.element_size() > _OWNED_NBYTES:
         return {before.leaf: dataclasses.replace(leaf, tensor=now.tensor)}
     with torch.no_grad():

@@ -28,6 +28,7 @@ class Failures:
         self._clock = clock
         self._in_a_row = 0
         self._since = 0.0
+        self._without_since: float | None = None
 
     def add(self, step: int, error: CheckpointError, *, counts: bool = True) -> None:
         """A save has failed. ``counts`` is False for what failed together with one that is counted."""
@@ -38,6 +39,17 @@ class Failures:
                 self._since = self._clock()
             self._in_a_row += 1
         _log.error("save of step %d failed: %s", step, error)
+
+    def without(self) -> bool:
+        """A save has been left out. That is no failure by itself; True when none has been made for as long as failures are borne."""
+        now = self._clock()
+        if self._without_since is None:
+            self._without_since = now
+        return now - self._without_since >= self._for_s
+
+    def saved(self) -> None:
+        """A save has come as far as memory."""
+        self._without_since = None
 
     def end(self) -> None:
         """A save has succeeded."""

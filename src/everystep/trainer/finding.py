@@ -1,33 +1,50 @@
-"""Which checkpoints can be restored, newest first, and taking the first that verifies."""
+"""Which checkpoint is restored, and where its bytes are: seen by every node, decided by rank 0, tried by all ranks.
+
+Theory of operation. Each node tells what its agent holds in memory (its own share of a step, copies of others') and what its store lists.
+Rank 0 makes of it a list of *choices*, newest first: a step counts when the nodes found cover all nodes that saved it. Then all ranks try
+one choice after the other. Each asks what it needs of the checkpoint, and all hear whether it fits everybody (*fits*) before anybody's
+tensors change; each reads, and all hear whether everybody succeeded (*restored*); if not, the next choice is tried.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from everystep.agent import messages
 from everystep.agent.client import AgentClient
-from everystep.errors import AgentError, CapacityError, CorruptionError, NotFoundError, StoreError, TransientStoreError
-from everystep.repository import CheckpointKey, Repository, Skipped
-from everystep.trainer.reading import FETCH_NBYTES, ManifestReader, MemorySource, StoreSource
+from everystep.agent.peers import PeerClient
+from everystep.errors import AgentError, CheckpointError, ConflictError, CorruptionError, NotFoundError, TransientStoreError
+from everystep.manifest import Manifest, check, decode, merge
+from everystep.plan import Fetch, node_of_file
+from everystep.repository import CheckpointKey, Repository, Skipped, lineage_limits, within
+from everystep.repository.records import manifest_key
+from everystep.trainer.reading import FETCH_NBYTES, ManifestReader
 from everystep.trainer.state import RestoreReport
+from everystep.trainer.topology import Topology
+from everystep.trainer.world import Failure, World, is_told
 from everystep.transfer import Buffers
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Restorable:
-    """A checkpoint and the tier it would come from."""
-
-    key: CheckpointKey
-    tier: str
-    slab: int | None = None
+_PASSED_OVER = (CorruptionError, AgentError, NotFoundError, TransientStoreError)
+_RANK: Mapping[str, int] = {"memory": 2, "peer": 1, "disk": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestoredFrom:
-    """Where a restore's bytes came from, and what was passed over."""
+    """Where a restore's bytes came from, and what was passed over.
+
+    Args:
+        key: Step and attempt.
+        tier: "memory" (agents of the nodes that saved it), "peer" (copies on other nodes were needed) or "disk".
+        nbytes: Bytes that this rank read.
+        skipped: Checkpoints that were newer and could not be restored, with the reasons.
+    """
 
     key: CheckpointKey
     tier: str
@@ -35,102 +52,505 @@ class RestoredFrom:
     skipped: tuple[Skipped, ...]
 
 
-def restorable(repository: Repository, client: AgentClient | None) -> list[Restorable]:
-    """Every checkpoint of the newest attempt's lineage, newest first; memory before disk for the same one."""
-    found = [Restorable(key=key, tier="disk") for key in repository.lineage()]
-    for summary in _snapshots(client):
-        key = CheckpointKey(summary.step, summary.attempt)
-        if repository.in_lineage(key):
-            found.append(Restorable(key=key, tier="memory", slab=summary.slab))
-    # Within one lineage a later attempt's steps come after everything it was resumed from.
-    return sorted(found, key=lambda one: (one.key.attempt, one.key.step, one.tier == "memory"), reverse=True)
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """One node's share of a step in an agent's memory."""
+
+    step: int
+    attempt: int
+    node: int
+    nodes: int
+    slab: int
+    replica: bool
 
 
-def restore_newest(
-    repository: Repository,
-    client: AgentClient | None,
-    *,
-    step: int | None,
-    apply: Callable[[ManifestReader], RestoreReport],
-    notice: Callable[[str], None],
-) -> tuple[RestoredFrom, RestoreReport] | None:
-    """Apply the newest checkpoint (or that of ``step``) that verifies; None when there is none at all.
+class Listed(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint in a node's store. ``parts``: the nodes whose files are there; None: all.
 
-    Raises:
-        NotFoundError: ``step`` is not there; names the steps that are.
-        CorruptionError: None of the candidates verifies.
+    ``committed`` is False where this node's part is there and the manifest is not: another node may have come further.
     """
-    everything = restorable(repository, client)
-    candidates = everything if step is None else [one for one in everything if one.key.step == step]
-    if step is not None and not candidates:
-        elsewhere = [key for key in repository.keys() if key.step == step]
-        candidates = [Restorable(key=key, tier="disk") for key in sorted(elsewhere, key=lambda key: key.attempt, reverse=True)]
-    if step is not None and not candidates:
-        there = sorted({one.key.step for one in everything})
-        known = f"it has {_some(there)}" if there else "it has none yet"
-        message = f"run {repository.store.url!r} has no checkpoint of step {step}; {known}"
-        raise NotFoundError(message, step=step, kind="no-step", hint="name one of these, or none for the newest")
-    skipped: list[Skipped] = []
-    touched = False
 
-    def applied(reader: ManifestReader) -> RestoreReport:
-        nonlocal touched
-        try:
-            return apply(reader)
-        finally:
-            touched = touched or reader.touched
-
-    for one in candidates:
-        try:
-            report, nbytes = _apply(repository, client, one, applied)
-        except (CorruptionError, AgentError, NotFoundError, TransientStoreError) as error:
-            # NotFoundError: an object of it is gone, or retention took it meanwhile. TransientStoreError: a bad sector, perhaps.
-            skipped.append(Skipped(key=str(one.key), reason=f"{one.tier}: {error}"))
-            notice(f"step {one.key.step} in {one.tier} is passed over: {error}")
-            if one.tier == "disk" and isinstance(error, CorruptionError):
-                _remember_bad(repository, one.key, error)
-            continue
-        return RestoredFrom(key=one.key, tier=one.tier, nbytes=nbytes, skipped=tuple(skipped)), report
-    if not candidates:
-        return None
-    reasons = "; ".join(f"step {CheckpointKey.parse(one.key).step} {one.reason}" for one in skipped[:3])
-    partly = "; the state is partly overwritten and must not be trained on" if touched else ""
-    message = f"none of the {len(candidates)} checkpoints of run {repository.store.url!r} verifies: {reasons}{partly}"
-    raise CorruptionError(message, kind="all-corrupt", hint=f"everystep verify {repository.store.url} --all")
+    step: int
+    attempt: int
+    parts: tuple[int, ...] | None = None
+    committed: bool = True
 
 
-def _apply(
-    repository: Repository, client: AgentClient | None, one: Restorable, apply: Callable[[ManifestReader], RestoreReport]
-) -> tuple[RestoreReport, int]:
-    threads = min(4, max(2, len(os.sched_getaffinity(0))))
-    with Buffers(nbytes=FETCH_NBYTES) as buffers:
-        if one.slab is not None and client is not None:
-            with client.take(one.slab) as taken:
-                reader = ManifestReader(taken.manifest, MemorySource(taken, buffers), threads=threads)
-                return apply(reader), reader.nbytes
-        with repository.hold(one.key):
-            manifest = repository.manifest(one.key)
-            reader = ManifestReader(manifest, StoreSource(repository, manifest, buffers), threads=threads)
-            return apply(reader), reader.nbytes
+class Seen(msgspec.Struct, frozen=True, array_like=True):
+    """An attempt as a store records it."""
+
+    parent: tuple[int, int] | None
+    nodes: int
+    shared: bool
+    life: str = ""
+    """Equal on all nodes that took part in it."""
 
 
-def _remember_bad(repository: Repository, key: CheckpointKey, error: CorruptionError) -> None:
-    """Tell retention that this one is not to be counted among the good; on a read-only or full store nobody needs to know."""
-    try:
-        repository.record_verified(key, good=False, detail=str(error), now=time.time())
-    except (StoreError, CapacityError):
-        return
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """What one node has to offer."""
+
+    held: tuple[Held, ...]
+    listed: tuple[Listed, ...]
+    attempts: dict[int, Seen]
+    newest_attempt: int
 
 
-def _snapshots(client: AgentClient | None) -> list[messages.SnapshotSummary]:
-    if client is None:
-        return []
+class Where(msgspec.Struct, frozen=True, array_like=True):
+    """A node of this world that has a saved node's share, in memory (``slab``) or in its store (None)."""
+
+    node: int
+    slab: int | None = None
+
+
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that can be restored. ``tier``: "memory", "peer" (copies on other nodes are needed) or "disk"."""
+
+    step: int
+    attempt: int
+    tier: str
+    sources: tuple[tuple[Where, ...], ...]
+    """For each node that saved it, where its share is; empty: in the store that every rank sees."""
+    manifests: tuple[int, ...] = ()
+    """Nodes whose stores have the manifest, where not every rank sees it."""
+
+    @property
+    def key(self) -> CheckpointKey:
+        """Step and attempt."""
+        return CheckpointKey(self.step, self.attempt)
+
+
+def view(repository: Repository, client: AgentClient | None) -> View:
+    """What this node has to offer."""
+    attempts = {number: _seen(record) for number, record in repository.attempts().items()}
+    listed = []
+    for key in repository.keys():
+        seen = attempts.get(key.attempt)
+        apart = seen is not None and seen.nodes > 1 and not seen.shared
+        listed.append(Listed(key.step, key.attempt, tuple(sorted(repository.parts_there(key))) if apart else None))
+    listed += [
+        Listed(key.step, key.attempt, tuple(sorted(repository.parts_there(key))), committed=False)
+        for key in sorted(repository.perhaps_elsewhere())
+    ]
+    held = [
+        Held(one.step, one.attempt, one.node, one.nodes, one.slab, one.replica)
+        for one in (_snapshots(client) if client is not None else [])
+    ]
+    return View(tuple(held), tuple(listed), attempts, repository.newest_attempt())
+
+
+def _seen(record: Any) -> Seen:
+    parent = None if record.parent_attempt is None else (record.parent_attempt, record.parent_step)
+    return Seen(parent, record.nodes, record.shared, record.job or repr(record.started_at))
+
+
+def _snapshots(client: AgentClient) -> list[messages.SnapshotSummary]:
     try:
         return client.snapshots()
     except AgentError:
         return []  # it ended meanwhile: what it held is on disk or gone
 
 
+class Lacking(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that is there in part only."""
+
+    step: int
+    attempt: int
+    tier: str
+    nodes: int
+    absent: tuple[int, ...]
+    """Saved nodes of which nothing is found."""
+    manifests: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> CheckpointKey:
+        """Step and attempt."""
+        return CheckpointKey(self.step, self.attempt)
+
+    def __str__(self) -> str:
+        which = ", ".join(str(node + 1) for node in self.absent[:8]) + (" ..." if len(self.absent) > 8 else "")
+        share = "files" if self.tier == "disk" else "memory"
+        are, s = "are" if self.tier == "disk" else "is", "s" * (len(self.absent) > 1)
+        return f"the {share} of node{s} {which} of the {self.nodes} that saved it {are} nowhere on the nodes found"
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True):
+    """What the nodes have together."""
+
+    choices: list[Choice]
+    """What can be restored, newest first; memory before disk for the same step."""
+    lacking: list[Lacking]
+    """Steps of which something is there, but not all, newest first."""
+
+
+def choose(views: Sequence[View], *, step: int | None) -> Found:
+    """What can be restored from what the nodes have (of ``step`` alone, when one is asked for), and what cannot."""
+    attempts: dict[int, Seen] = {}
+    for one in views:
+        attempts.update(one.attempts)
+    claims = {*attempts, *(one.newest_attempt for one in views if one.newest_attempt)}
+    limits = lineage_limits(claims, {number: seen.parent for number, seen in attempts.items()})
+    _refuse_several_histories(views, limits)
+    found = [one for one in (*_in_memory(views), *_on_disk(views, attempts)) if step in (None, one.step)]
+    own = [one for one in found if within(one.key, limits)]
+    if step is not None and not own:
+        own = [one for one in found if one.tier == "disk"]
+    own.sort(key=lambda one: (one.attempt, one.step, _RANK[one.tier]), reverse=True)
+    choices = [one for one in own if isinstance(one, Choice)]
+    whole = {one.key for one in choices}
+    return Found(choices, [one for one in own if isinstance(one, Lacking) and one.key not in whole])
+
+
+def _refuse_several_histories(views: Sequence[View], attempts: Iterable[int]) -> None:
+    """Nodes with disks of their own may each have gone on by themselves: equal steps of equal attempts are not equal then."""
+    for attempt in sorted(attempts, reverse=True):
+        lives = {one.attempts[attempt].life: node for node, one in reversed(list(enumerate(views))) if attempt in one.attempts}
+        if len(lives) > 1:
+            first, second = sorted(lives.values())[:2]
+            raise ConflictError(
+                f"nodes {first + 1} and {second + 1} have different histories of this run: attempt {attempt} is not the same on both",
+                key=f"attempts/{attempt:06d}.json", kind="histories",
+                hint="each has trained on by itself: move the run away on the nodes whose history is not to be continued",
+            )  # fmt: skip
+
+
+def _in_memory(views: Sequence[View]) -> Iterator[Choice | Lacking]:
+    shares: dict[tuple[int, int, int], dict[int, list[tuple[bool, Where]]]] = {}
+    for node, one in enumerate(views):
+        for held in one.held:
+            of_step = shares.setdefault((held.attempt, held.step, held.nodes), {})
+            of_step.setdefault(held.node, []).append((held.replica, Where(node, held.slab)))
+    for (attempt, step, nodes), by_node in shares.items():
+        absent = tuple(node for node in range(nodes) if node not in by_node)
+        if absent:
+            yield Lacking(step, attempt, "memory", nodes, absent)
+        else:
+            several = [sorted(by_node[node], key=lambda pair: pair[0]) for node in range(nodes)]
+            tier = "peer" if any(places[0][0] for places in several) else "memory"
+            yield Choice(step, attempt, tier, tuple(tuple(where for _, where in places) for places in several))
+
+
+def _on_disk(views: Sequence[View], attempts: Mapping[int, Seen]) -> Iterator[Choice | Lacking]:
+    stores: dict[tuple[int, int], dict[int, tuple[int, ...] | None]] = {}
+    committed: dict[tuple[int, int], list[int]] = {}
+    for node, one in enumerate(views):
+        for listed in one.listed:
+            stores.setdefault((listed.attempt, listed.step), {})[node] = listed.parts
+            if listed.committed:
+                committed.setdefault((listed.attempt, listed.step), []).append(node)
+    for (attempt, step), manifests in committed.items():
+        by_node, seen = stores[attempt, step], attempts.get(attempt)
+        if seen is None or seen.nodes == 1 or seen.shared:
+            # One that all nodes saved into one store is there for all, whatever a node's listing may say yet.
+            everywhere = len(manifests) == len(views) or (seen is not None and seen.nodes > 1)
+            sources = () if everywhere else (tuple(map(Where, manifests)),)
+            yield Choice(step, attempt, "disk", sources, tuple(manifests))
+            continue
+        apart = tuple(
+            tuple(Where(node) for node, parts in sorted(by_node.items()) if saved in (parts or ())) for saved in range(seen.nodes)
+        )
+        if all(apart):
+            yield Choice(step, attempt, "disk", apart, tuple(manifests))
+        else:
+            absent = tuple(saved for saved, places in enumerate(apart) if not places)
+            yield Lacking(step, attempt, "disk", seen.nodes, absent, tuple(manifests))
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reach:
+    """How this rank gets at the nodes' memory and stores."""
+
+    repository: Repository
+    client: AgentClient | None
+    where: Topology
+    addresses: Sequence[messages.PeerAddress]
+    token: bytes
+
+    def peer(self, node: int) -> PeerClient:
+        """The agent of another node."""
+        return PeerClient(self.addresses[node], token=self.token, run_id=self.repository.run_id)
+
+
+class _Route:
+    """One object of a manifest: how to read it. ``key`` is set when it lies in the store that this rank sees."""
+
+    def __init__(self, read: Callable[[int, memoryview], None], key: str = "") -> None:
+        self.read = read
+        self.key = key
+
+
+class RoutedSource:
+    """A manifest's objects, each wherever it is (``reading.Source``)."""
+
+    def __init__(self, routes: Sequence[_Route], repository: Repository, buffers: Buffers) -> None:
+        self._routes = routes
+        self._store = repository.store
+        self._buffers = buffers
+        # Reading past the page cache wants whole pages, which tensors are not.
+        self.direct = not any(route.key for route in routes)
+
+    def read_into(self, number: int, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on of an object."""
+        self._routes[number].read(offset, view)
+
+    def bytes_of(self, fetch: Fetch) -> memoryview:
+        """The bytes of one fetch in a reused buffer."""
+        route = self._routes[fetch.object]
+        if route.key:
+            return self._buffers.read(self._store, route.key, fetch.offset, fetch.nbytes)
+        taken = self._buffers.take(fetch.nbytes)
+        route.read(fetch.offset, taken)
+        return taken
+
+    def release(self, view: memoryview) -> None:
+        """Give the buffer back."""
+        self._buffers.give_back(view)
+
+
+@contextlib.contextmanager
+def opened(choice: Choice, reach: Reach, buffers: Buffers) -> Iterator[tuple[Manifest, RoutedSource]]:
+    """The manifest of a choice, and its bytes, held while they are read."""
+    with contextlib.ExitStack() as stack:
+        manifest, routes = (_from_disk if choice.tier == "disk" else _from_memory)(choice, reach, stack)
+        yield manifest, RoutedSource(routes, reach.repository, buffers)
+
+
+def _nearest(places: Sequence[Where], reach: Reach) -> Where:
+    return next((place for place in places if place.node == reach.where.node), places[0])
+
+
+def _from_memory(choice: Choice, reach: Reach, stack: contextlib.ExitStack) -> tuple[Manifest, list[_Route]]:
+    parts = []
+    by_name: dict[str, _Route] = {}
+    for saved, places in enumerate(choice.sources):
+        place = _nearest(places, reach)
+        if place.node == reach.where.node and reach.client is not None and place.slab is not None:
+            taken: Any = stack.enter_context(reach.client.take(place.slab))
+            if (taken.part.step, taken.part.attempt) != (choice.step, choice.attempt):  # training goes on, in another process
+                message = f"its slab holds step {taken.part.step} of attempt {taken.part.attempt} by now"
+                raise NotFoundError(message, step=choice.step, key=str(choice.key), kind="gone")
+        else:
+            peer = stack.enter_context(contextlib.closing(reach.peer(place.node)))
+            taken = stack.enter_context(peer.take(saved, choice.key))
+        parts.append(taken.part)
+        for stored, begin in zip(taken.part.objects, taken.file_offsets, strict=True):
+            by_name[stored.key] = _Route(lambda at, view, taken=taken, begin=begin: taken.read_into(begin + at, view))  # type: ignore[misc]
+    manifest = merge(parts)
+    return manifest, [by_name[stored.key] for stored in manifest.objects]
+
+
+def _from_disk(choice: Choice, reach: Reach, stack: contextlib.ExitStack) -> tuple[Manifest, list[_Route]]:
+    repository, key = reach.repository, choice.key
+    if not choice.sources:
+        if not reach.where.rank:
+            stack.enter_context(repository.hold(key))
+        manifest = repository.manifest(key)
+        return manifest, [_own(repository, stored.key) for stored in manifest.objects]
+    peers: dict[int, PeerClient] = {}
+
+    def peer(node: int) -> PeerClient:
+        if node not in peers:
+            peers[node] = stack.enter_context(contextlib.closing(reach.peer(node)))
+        return peers[node]
+
+    if reach.where.node in choice.manifests:
+        if reach.where.is_first:
+            stack.enter_context(repository.hold(key))
+        manifest = repository.manifest(key)
+    else:
+        name = manifest_key(key)
+        manifest = decode("manifest", peer(choice.manifests[0]).get_manifest(name), Manifest, key=name)
+        check(manifest)
+    routes = []
+    for stored in manifest.objects:
+        place = _nearest(choice.sources[_saved_by(stored.key) if len(choice.sources) > 1 else 0], reach)
+        if place.node == reach.where.node:
+            routes.append(_own(repository, stored.key))
+        else:
+            routes.append(_Route(lambda at, view, key=stored.key, node=place.node: peer(node).read_object(key, at, view)))  # type: ignore[misc]
+    return manifest, routes
+
+
+def _own(repository: Repository, key: str) -> _Route:
+    return _Route(lambda at, view: repository.store.read_into(key, at, view), key)
+
+
+def _saved_by(object_key: str) -> int:
+    """The node that wrote a file of a checkpoint of several nodes."""
+    return node_of_file(object_key.rsplit("/", 1)[-1])
+
+
+# -- trying --------------------------------------------------------------------------------------------------------------------
+class _PassedOver(Exception):  # noqa: N818 (no error of this rank's)
+    """Another rank cannot restore this choice."""
+
+
+def restore(
+    world: World,
+    reach: Reach,
+    *,
+    step: int | None,
+    apply: Callable[[Any], RestoreReport],
+    notice: Callable[[str], None],
+) -> tuple[RestoredFrom, RestoreReport] | None:
+    """All ranks restore the newest checkpoint (or that of ``step``) that verifies on every rank; None when there is none at all.
+
+    Raises:
+        NotFoundError: ``step`` is not there; names the steps that are.
+        CorruptionError: None of the choices verifies.
+        CheckpointError: It does not fit a rank's state: nothing was changed on any rank.
+    """
+    url = reach.repository.store.url
+    found, steps = _found(world, reach, step)
+    choices = found.choices
+    if found.lacking and not choices:
+        raise lacking_error(url, found.lacking)
+    if step is not None and not choices:
+        known = f"it has {_some(steps)}" if steps else "it has none yet"
+        message = f"run {url!r} has no checkpoint of step {step}; {known}"
+        raise NotFoundError(message, step=step, kind="no-step", hint="name one of these, or none for the newest")
+    newest = max(((one.attempt, one.step) for one in choices), default=(0, 0))
+    skipped = [Skipped(str(one.key), f"{one.tier}: {one}") for one in found.lacking if (one.attempt, one.step) > newest]
+    for one in found.lacking[: len(skipped)]:
+        notice(f"step {one.step} in {one.tier} is passed over: {one}")
+    touched = False
+    for choice in choices:
+        tried = _try(world, reach, choice, apply)
+        if tried.report is not None:
+            _catch_up(reach, choice, notice)
+            return RestoredFrom(key=choice.key, tier=choice.tier, nbytes=tried.nbytes, skipped=tuple(skipped)), tried.report
+        touched = touched or tried.touched
+        skipped.append(Skipped(key=str(choice.key), reason=f"{choice.tier}: {tried.why}"))
+        notice(f"step {choice.step} in {choice.tier} is passed over: {tried.why}")
+    if not choices:
+        return None
+    reasons = "; ".join(f"step {CheckpointKey.parse(one.key).step} {one.reason}" for one in skipped[:3])
+    partly = "; the state is partly overwritten and must not be trained on" if touched else ""
+    message = f"none of the {len(choices)} checkpoints of run {url!r} verifies: {reasons}{partly}"
+    raise CorruptionError(message, kind="all-corrupt", hint=f"everystep verify {url} --all")
+
+
+def _catch_up(reach: Reach, choice: Choice, notice: Callable[[str], None]) -> None:
+    """This node was stopped between its part and its manifest: its store gets the manifest that another one has."""
+    mine = any(place.node == reach.where.node for places in choice.sources for place in places)
+    if choice.tier != "disk" or len(choice.sources) < 2 or not reach.where.is_first or not mine or reach.where.node in choice.manifests:
+        return
+    name = manifest_key(choice.key)
+    try:
+        with contextlib.closing(reach.peer(choice.manifests[0])) as peer:
+            reach.repository.commit(decode("manifest", peer.get_manifest(name), Manifest, key=name))
+    except CheckpointError as error:
+        notice(f"step {choice.step} is restored, but this node's store could not be given its manifest: {error}")
+
+
+def lacking_error(url: str, lacking: Sequence[Lacking]) -> CorruptionError:
+    """The error when there are checkpoints, and none of them is whole."""
+    first = lacking[0]
+    more = f"; nor are {len(lacking) - 1} older ones" if len(lacking) > 1 else ""
+    return CorruptionError(
+        f"step {first.step} of run {url!r} cannot be restored: {first}{more}", step=first.step, key=str(first.key), kind="incomplete",
+        hint="start the job on the nodes that have them, or mount their disks; fresh=True starts from scratch",
+    )  # fmt: skip
+
+
+def _found(world: World, reach: Reach, step: int | None) -> tuple[Found, list[int]]:
+    """What there is to try, as rank 0 decides; and, when ``step`` is asked for and not there, which steps are."""
+    mine = None
+    with world.agreeing():
+        if reach.where.is_first:
+            mine = view(reach.repository, reach.client)
+    told = world.gather("what there is", msgspec.msgpack.encode(mine))
+    decided = b""
+    with world.agreeing():
+        if told is not None:
+            views = [seen for data in told if (seen := msgspec.msgpack.decode(data, type=View | None)) is not None]
+            found = choose(views, step=step)
+            steps = [] if found.choices or step is None else sorted({one.step for one in choose(views, step=None).choices})
+            decided = msgspec.msgpack.encode((found, steps))
+    return msgspec.msgpack.decode(world.share("choices", decided), type=tuple[Found, list[int]])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tried:
+    """What became of one choice: the report if every rank succeeded, else why not."""
+
+    report: RestoreReport | None
+    nbytes: int
+    touched: bool
+    why: str = ""
+
+
+def _try(world: World, reach: Reach, choice: Choice, apply: Callable[[Any], RestoreReport]) -> _Tried:
+    """One choice on all ranks: every rank takes part in two exchanges, whatever becomes of it."""
+    asked = False
+    mine: CheckpointError | None = None
+    report: RestoreReport | None = None
+    reader: ManifestReader | None = None
+
+    def fits(error: CheckpointError | None = None) -> None:
+        nonlocal asked
+        if asked:
+            return
+        asked = True
+        others = [told for told in world.exchange("fits", _told(error, world)) if told is not None]
+        if others and error is None:
+            raise _PassedOver
+
+    threads = min(4, max(2, len(os.sched_getaffinity(0)) // len(reach.where.ranks)))
+    try:
+        with world.agreeing(*_PASSED_OVER, _PassedOver), Buffers(nbytes=FETCH_NBYTES) as buffers, opened(choice, reach, buffers) as found:
+            reader = ManifestReader(*found, threads=threads, rank=world.rank)
+            report = apply(_Asking(reader, fits))
+            fits()
+    except _PASSED_OVER as error:
+        if is_told(error):
+            raise  # no fault of the checkpoint: the ranks lost each other
+        # NotFoundError: an object of it is gone, or retention took it meanwhile. TransientStoreError: a bad sector, perhaps.
+        mine, report = error, None
+        if choice.tier == "disk" and isinstance(error, CorruptionError):
+            _remember_bad(reach.repository, choice.key, error)
+    except _PassedOver:
+        report = None
+    nbytes, touched = (reader.nbytes, reader.touched) if reader is not None else (0, False)
+    with contextlib.suppress(_PassedOver):
+        fits(mine)
+    told = [msgspec.convert(one, Failure) for one in world.exchange("restored", _told(mine, world)) if one is not None]
+    if told or report is None:
+        why = str(mine) if world.size == 1 else "; ".join(str(one.error()) for one in told[:3])
+        return _Tried(None, nbytes, touched, why)
+    return _Tried(report, nbytes, touched)
+
+
+def _told(error: CheckpointError | None, world: World) -> Any:
+    return None if error is None else msgspec.to_builtins(Failure.of(error, world.rank))
+
+
+def _remember_bad(repository: Repository, key: CheckpointKey, error: CorruptionError) -> None:
+    """Tell retention that this one is not to be counted among the good; on a read-only or full store nobody needs to know.
+
+    Other ranks may do the same just now, and wait for this one: it raises nothing.
+    """
+    with contextlib.suppress(CheckpointError):
+        repository.record_verified(key, good=False, detail=str(error), now=time.time())
+
+
 def _some(steps: list[int]) -> str:
     shown = ", ".join(str(step) for step in steps[-8:])
     return f"steps {shown}" if len(steps) <= 8 else f"{len(steps)} steps, the newest are {shown}"
+
+
+class _Asking:
+    """A reader that asks all ranks whether the checkpoint fits before the first tensor changes."""
+
+    def __init__(self, reader: ManifestReader, fits: Callable[[], None]) -> None:
+        self._reader = reader
+        self._fits = fits
+        self.step = reader.step
+        self.values = reader.values
+        self.tensors = reader.tensors
+        self.beyond = reader.beyond
+        self.by_rank = reader.by_rank
+
+    def read(self, wanted: Any) -> None:
+        """As the reader does it."""
+        self._fits()
+        self._reader.read(wanted)

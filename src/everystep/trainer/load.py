@@ -11,8 +11,10 @@ from everystep.agent.client import AgentClient
 from everystep.errors import AgentError, LayoutError, NotFoundError
 from everystep.repository import Repository
 from everystep.trainer.arguments import as_url, outside_inference
-from everystep.trainer.finding import restore_newest
+from everystep.trainer.finding import Reach, restore
 from everystep.trainer.state import RestoreReport, load_state
+from everystep.trainer.topology import ALONE
+from everystep.trainer.world import World
 
 _log = logging.getLogger("everystep")
 
@@ -44,7 +46,8 @@ def load(path: str | os.PathLike[str], *, step: int | None = None, include: Sequ
             return RestoreReport(restored=(), missing=(), unexpected=())
 
         with outside_inference():
-            found = restore_newest(repository, client, step=step, apply=apply, notice=_log.warning)
+            reach = Reach(repository=repository, client=client, where=ALONE, addresses=(), token=b"")
+            found = restore(World.alone(), reach, step=step, apply=apply, notice=_log.warning)
         if found is not None and include is not None and not taken:
             message = f"include {list(include)!r} matches nothing in step {found[0].key.step} of run {repository.store.url!r}"
             raise LayoutError(message, kind="include", hint="patterns are matched with full names, such as 'model.*'")

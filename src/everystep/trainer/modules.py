@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from everystep.errors import StateError
+from everystep.trainer.sharding import as_dtensor, local_of
 from everystep.trainer.tensors import Found
 
 _STATE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
@@ -67,7 +68,24 @@ def _is_plain(module: nn.Module) -> bool:
             for name, method in zip(_STATE_METHODS, methods, strict=True)
         ) and not cls.__module__.startswith("torch.ao.")
     own = module.__dict__
-    return plain and not any(own[hooks] for hooks in _HOOKS if hooks in own) and not any(name in own for name in _STATE_METHODS)
+    hooked = any(not _of_fsdp(hook) for hooks in _HOOKS if own.get(hooks) for hook in own[hooks].values())
+    return plain and not hooked and not any(name in own for name in _STATE_METHODS)
+
+
+def _of_fsdp(hook: object) -> bool:
+    """FSDP2's own hooks only put the sharded parameters back, which ``ModuleEntries`` finds by itself."""
+    home = getattr(getattr(hook, "hook", hook), "__module__", None) or ""
+    return home.startswith(("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp"))
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters that were sharded with this module."""
+    get = getattr(type(module), "_get_fsdp_state", None)
+    if get is None:
+        return []
+    state = get(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
 
 
 class ModuleEntries:
@@ -75,6 +93,9 @@ class ModuleEntries:
 
     ``static`` are the tensors found in the modules' dictionaries. Modules that make their own state dict have none there: theirs are asked
     for anew each time (``by_method``). ``extras`` are the ``_extra_state`` of modules.
+
+    Under FSDP2 a module has gathered parameters in its dictionaries from its forward on, a root until its next backward. What counts are
+    the sharded ones: they are found without a change to the module.
     """
 
     def __init__(self, module: nn.Module, keys: tuple[object, ...], path: str) -> None:
@@ -85,11 +106,14 @@ class ModuleEntries:
         self.static: list[Found] = []
         self.extras: list[tuple[str, nn.Module]] = []
         self.by_method = False
+        self._groups: list[Any] = []
+        self._sharded: dict[int, torch.Tensor] = {}
         self._prefixes: list[tuple[str, str]] = []
         self._visited: list[nn.Module] = []
         self._walk(module, "", "")
         if self.by_method:
             self.static, self.extras = [], []
+        self._sharded.clear()
         dicts: list[dict[str, Any]] = []
         for one in self._visited:
             dicts += (one._parameters, one._buffers, one._modules)
@@ -110,16 +134,19 @@ class ModuleEntries:
         cls = type(inner)
         if any(base.__name__ == "FullyShardedDataParallel" for base in cls.__mro__):
             raise StateError(
-                f"module {clean or self.path!r} is sharded by FSDP, which is not supported by this version yet",
+                f"module {clean or self.path!r} is sharded by the first version of FSDP, whose flat parameters have no names of their own",
                 key=self.path,
                 kind="sharded",
-                hint="save from a model that is whole in one process",
+                hint="shard it with torch.distributed.fsdp.fully_shard (FSDP2)",
             )
+        groups = _fsdp_groups(inner)
+        self._groups += groups
+        self._sharded.update(_gathered(groups))
         if not _is_plain(inner):
             self.by_method = True
         for name, parameter in inner._parameters.items():
             if parameter is not None:
-                self.static.append(self._found(clean + name, parameter, late=True))
+                self.static.append(self._found(clean + name, self._sharded.get(id(parameter), parameter), late=True))
         for name, buffer in inner._buffers.items():
             if buffer is not None and name not in inner._non_persistent_buffers_set:
                 self.static.append(self._found(clean + name, buffer, late=False))
@@ -134,7 +161,17 @@ class ModuleEntries:
 
     def _look(self) -> tuple[list[int], list[int], list[str]]:
         filled = self._filled
-        return list(map(id, chain.from_iterable(map(dict.values, filled)))), list(map(len, self._dicts)), list(chain.from_iterable(filled))
+        ids = list(map(id, chain.from_iterable(map(dict.values, filled))))
+        gathered = {key: id(sharded) for key, sharded in _gathered(self._groups).items()} if self._groups else {}
+        if gathered:
+            ids = [gathered.get(key, key) for key in ids]
+        return ids, list(map(len, self._dicts)), list(chain.from_iterable(filled))
+
+    def reshard(self) -> None:
+        """Put FSDP2's sharded parameters back where gathered ones are, as torch does before ``load_state_dict``."""
+        for group in self._groups:
+            if not group.is_sharded:
+                group._to_sharded()
 
     def unchanged(self) -> bool:
         """Whether every parameter, buffer and submodule is the object it was, under the name it had."""
@@ -171,6 +208,7 @@ class ModuleEntries:
         """What has to be asked for each time: tensors, and named values (extra states and other entries that are no tensors)."""
         if not self.by_method:
             return self._split((name, owner.get_extra_state()) for name, owner in self.extras)
+        self.reshard()
         parameters = set(map(id, self.root.parameters()))
         return self._split(((name, value) for name, (_, value) in self.state().items()), lambda tensor: id(tensor) in parameters)
 
@@ -188,10 +226,24 @@ class ModuleEntries:
 
     def owned(self) -> Sequence[torch.Tensor]:
         """All parameters and buffers."""
+        self.reshard()
         return [*self.root.parameters(), *self.root.buffers()]
 
 
+def _gathered(groups: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Identity of each gathered parameter that is in a module now -> the sharded one whose place it has."""
+    found: dict[int, torch.Tensor] = {}
+    for group in groups:
+        if not group.is_sharded:
+            for one in group.fsdp_params:
+                for gathered in (getattr(one, "_unsharded_param", None), getattr(one, "_sharded_post_forward_param", None)):
+                    if gathered is not None:
+                        found[id(gathered)] = one.sharded_param
+    return found
+
+
 _BLOCK = 512
+_local = operator.attrgetter("_local_tensor")
 _pointer = torch.Tensor.data_ptr
 _nbytes = operator.attrgetter("nbytes")
 _dtype = operator.attrgetter("dtype")
@@ -202,12 +254,14 @@ class Storages:
     """Where the memory of tensors is, to notice ``.data = other``.
 
     That is addresses, and of modules' tensors the sizes, dtypes and (from two dimensions on) the strides, which with the sizes give the
-    shapes. Looked at without torch's dispatch to subclasses, which makes this two times as fast for parameters; there are only plain
-    tensors here.
+    shapes. Looked at without torch's dispatch to subclasses, which makes this two times as fast for parameters: of DTensors their local
+    tensors are looked at (and whether they are still the same ones), all others are plain.
     """
 
     def __init__(self, in_modules: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-        self.tensors = [*in_modules, *others]
+        self.tensors = list(map(local_of, (*in_modules, *others)))
+        self._sharded = [one for one in (*in_modules, *others) if as_dtensor(one) is not None]
+        self._locals = list(map(_local, self._sharded))
         # In blocks: what the first look brings into the processor's cache is there for the second and third.
         self._blocks = []
         for begin in range(0, len(self.tensors), _BLOCK):
@@ -225,10 +279,10 @@ class Storages:
 
     def unchanged(self) -> bool:
         """Whether every tensor has the memory it had."""
-        return self._look() == self._seen
+        return all(map(operator.is_, map(_local, self._sharded), self._locals)) and self._look() == self._seen
 
     def moved(self) -> set[int]:
-        """Identities of the tensors that have not."""
+        """Identities of the tensors that have not; of DTensors the local ones'."""
         moved: set[int] = set()
         for block, now, seen in zip(self._blocks, self._look(), self._seen, strict=True):
             whole, sized, shaped = block

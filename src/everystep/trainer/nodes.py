@@ -176,9 +176,13 @@ def _tensors_in(value: Any, keys: tuple[object, ...], open_: set[int]) -> Iterat
 
 
 def encode_data(
-    value: Any, keys: tuple[object, ...], into: list[Found], is_late: Callable[[str, torch.Tensor], bool] | None = None
+    value: Any,
+    keys: tuple[object, ...],
+    into: list[Found],
+    is_late: Callable[[str, torch.Tensor], bool] | None = None,
+    called: Callable[[str, torch.Tensor], str] | None = None,
 ) -> bytes:
-    """Typed JSON of plain data; its tensors are appended to ``into`` and stand in it by name."""
+    """Typed JSON of plain data; its tensors are appended to ``into`` and stand in it by name (``called`` may give them another)."""
     waiting = _tensors_in(value, keys, set())
 
     def convert(item: object, path: str) -> object | None:
@@ -191,6 +195,8 @@ def encode_data(
         if not all(map(str, at)):
             raise StateError(f"{way(at)} has an empty key, so its tensor has no name", key=name, kind="names", hint="use non-empty keys")
         tensor: torch.Tensor = array_tensor(item, name) if isinstance(item, np.ndarray) else item
+        if called is not None:
+            name = called(name, tensor)
         into.append(Found(name, tensor, bool(is_late and is_late(str(at[-1]), tensor)), at))
         return values.Ref(name, ref_kind(item))
 

@@ -17,6 +17,7 @@ import torch
 
 from everystep import values
 from everystep.errors import StateError
+from everystep.trainer.sharding import as_dtensor, local_of
 from everystep.trainer.tensors import Found
 
 _NUMBERS = (type(None), bool, int, float, str)
@@ -165,8 +166,17 @@ class OptimizerEntries:
                 at += size
                 continue
             form = []
+            local = local_of(parameter).shape
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor):
+                    if value.shape == local != parameter.shape and as_dtensor(value) is None:
+                        raise StateError(
+                            f"optimizer {path!r} keeps {key!r} of {name!r} as a plain tensor of its local shape {list(local)}; "
+                            f"the parameter is a DTensor of shape {list(parameter.shape)}, and only DTensors tell which part they are",
+                            key=f"{path}.state.{name}.{key}",
+                            kind="sharded",
+                            hint="let the optimizer make it with zeros_like(parameter)",
+                        )
                     form.append((key, value.device.type))
                     self.static.append(Found(f"{path}.state.{name}.{key}", value, is_late(key, value), (*keys, "state", name, key)))
                 else:

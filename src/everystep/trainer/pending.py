@@ -50,6 +50,8 @@ class Pending:
         self._reason = ""
         self._error: CheckpointError | None = None
         self._disk_expected = False
+        self._must = False
+        """It is an error when it is left out."""
 
     @property
     def report(self) -> Report:
@@ -104,16 +106,15 @@ class Pending:
         with self._changed:
             self._disk_expected = expected
 
-    def _time(self, timings_s: Mapping[str, float]) -> None:
+    def _time(self, timings_s: Mapping[str, float], *, nbytes: int | None = None) -> None:
         with self._changed:
             self._timings.update(timings_s)
+            self._nbytes = self._nbytes if nbytes is None else nbytes
 
-    def _advance(self, outcome: str, *, timings_s: Mapping[str, float] | None = None, nbytes: int | None = None, reason: str = "",
+    def _advance(self, outcome: str, *, timings_s: Mapping[str, float] | None = None, reason: str = "",
                  error: CheckpointError | None = None) -> None:  # fmt: skip
         with self._changed:
             self._timings.update(timings_s or {})
-            if nbytes is not None:
-                self._nbytes = nbytes
             if outcome == "superseded" and not self._disk_expected:
                 return  # it was never meant for the disk: being in memory was all that was promised
             if self._outcome not in _FINAL or outcome == "disk":

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from everystep import values
 from everystep.agent.client import TakenSnapshot
 from everystep.errors import CorruptionError, NotFoundError
-from everystep.manifest import BLOCK_NBYTES, Manifest, TensorSpec, digest
-from everystep.plan import Fetch, Piece, plan_restore
-from everystep.region import Region, boxes, whole
+from everystep.manifest import BLOCK_NBYTES, Manifest, TensorSpec, digest, document_of_rank
+from everystep.plan import Copy, Fetch, Piece, place, plan_restore
+from everystep.region import Region, whole
 from everystep.repository import Repository
+from everystep.trainer.restoring import Wanted
+from everystep.trainer.sharding import box
 from everystep.transfer import Buffers, Transfer
 
 FETCH_NBYTES = 8 << 20
@@ -90,35 +94,44 @@ class StoreSource:
 
 
 class ManifestReader:
-    """A checkpoint being read (``state.TensorReader``)."""
+    """A checkpoint being read (``state.TensorReader``), as rank ``rank`` sees it.
 
-    def __init__(self, manifest: Manifest, source: Source, *, threads: int) -> None:
+    A rank beyond the saved world gets the plain values of ``rank % world``. Tensors that only other ranks' values refer to (kept by rank)
+    are not among ``tensors``.
+    """
+
+    def __init__(self, manifest: Manifest, source: Source, *, threads: int, rank: int = 0) -> None:
         self._manifest = manifest
         self._source = source
         self._threads = threads
         self.step = manifest.step
-        self.values = bytes(manifest.values)
-        specs = {spec.name: spec for spec in manifest.tensors}
-        self.tensors: Mapping[str, TensorSpec] = {**specs, **{alias: specs[name] for alias, name in manifest.aliases.items()}}
+        self.beyond = rank >= manifest.world
+        self.by_rank = bool(manifest.by_rank)
+        self.values = document_of_rank(manifest, rank)
+        foreign = _of_other_ranks(manifest, rank % manifest.world, self.values)
+        specs = {spec.name: spec for spec in manifest.tensors if spec.name not in foreign}
+        aliases = {alias: specs[name] for alias, name in manifest.aliases.items() if name in specs and alias not in foreign}
+        self.tensors: Mapping[str, TensorSpec] = {**specs, **aliases}
         self.nbytes = 0
         self.touched = False
         """Whether any tensor may have been written."""
 
-    def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Fill each tensor with the verified bytes of its name; parallel, within a byte budget."""
-        plan = plan_restore(self._manifest, [(name, whole(tuple(tensor.shape))) for name, tensor in wanted], fetch_nbytes=FETCH_NBYTES)
-        targets = [_Target(tensor) for _, tensor in wanted]
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill each tensor with the verified bytes of its region; parallel, within a byte budget."""
+        targets = [_Target(one, self.tensors[one.name].shape) for one in wanted]
+        regions = [(one.name, target.region) for one, target in zip(wanted, targets, strict=True)]
+        plan = plan_restore(self._manifest, regions, fetch_nbytes=FETCH_NBYTES)
         self.touched = True
         with Transfer(threads=self._threads, budget_nbytes=BUDGET_NBYTES) as transfer:
-            transfer.run((fetch.nbytes, self._job(fetch, targets)) for fetch in plan.fetches)
-        for _, tensor in wanted:
+            transfer.run((fetch.nbytes, self._job(fetch, targets, regions)) for fetch in plan.fetches)
+        for one in wanted:
             # Raw writes bypass torch's version counter; autograd has to notice them all the same.
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+            if not one.tensor.is_inference():
+                torch.autograd.graph.increment_version(one.tensor)
         self.nbytes += plan.nbytes
 
-    def _job(self, fetch: Fetch, targets: Sequence[_Target]) -> Callable[[], None]:
-        windows = [self._window(piece, targets) for piece in fetch.pieces] if self._source.direct else []
+    def _job(self, fetch: Fetch, targets: Sequence[_Target], regions: Sequence[tuple[str, Region]]) -> Callable[[], None]:
+        windows = [self._window(piece, targets, regions) for piece in fetch.pieces] if self._source.direct else []
 
         def straight() -> None:
             for piece, window in zip(fetch.pieces, windows, strict=True):
@@ -133,12 +146,10 @@ class ManifestReader:
             view = self._bytes_of(fetch)
             try:
                 for piece in fetch.pieces:
-                    shard = self._manifest.shards[piece.shard]
                     data = view[piece.at : piece.at + piece.end - piece.begin]
                     for at in range(0, max(len(data), 1), BLOCK_NBYTES):
                         self._check(piece, data[at : at + BLOCK_NBYTES], at)
-                    for which in piece.targets:
-                        targets[which].place(shard.region, piece.begin, data)
+                    self._place(piece, data, targets, regions)
                     data.release()
             finally:
                 self._source.release(view)
@@ -156,11 +167,23 @@ class ManifestReader:
             message = f"{stored.key!r} of step {self.step} {what}, and with it tensors {names}: {error.message}"
             raise CorruptionError(message, step=self.step, key=stored.key, kind=error.kind, hint=_VERIFY) from error
 
-    def _window(self, piece: Piece, targets: Sequence[_Target]) -> memoryview | None:
+    def _place(self, piece: Piece, data: memoryview, targets: Sequence[_Target], regions: Sequence[tuple[str, Region]]) -> None:
+        shard = self._manifest.shards[piece.shard]
+        if len(piece.targets) == 1 and targets[piece.targets[0]].take(shard.region, piece.begin, data):
+            return  # the usual case, of which there may be a million
+        if len(data):
+            for copy in place(self._manifest, piece, regions):
+                targets[copy.target].place(copy, data)
+
+    def _window(self, piece: Piece, targets: Sequence[_Target], regions: Sequence[tuple[str, Region]]) -> memoryview | None:
         """The memory of the one tensor that takes this large piece just as it is stored; None when it has to go through a buffer."""
-        if len(piece.targets) != 1 or piece.end - piece.begin < _DIRECT_NBYTES:
+        nbytes = piece.end - piece.begin
+        if len(piece.targets) != 1 or nbytes < _DIRECT_NBYTES or not targets[piece.targets[0]].raw:
             return None
-        return targets[piece.targets[0]].window(self._manifest.shards[piece.shard].region, piece.begin, piece.end)
+        copies = list(itertools.islice(place(self._manifest, piece, regions), 2))
+        if len(copies) != 1 or copies[0].flat is None or (copies[0].run_offset, copies[0].run_nbytes) != (0, nbytes):
+            return None
+        return targets[piece.targets[0]].window(copies[0].flat, nbytes)
 
     def _check(self, piece: Piece, block: memoryview, at: int) -> None:
         shard = self._manifest.shards[piece.shard]
@@ -172,42 +195,42 @@ class ManifestReader:
 
 
 class _Target:
-    """A tensor to fill from runs of bytes of its shards."""
+    """A tensor to fill from runs of bytes of the shards."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.whole = whole(tuple(tensor.shape))
+    def __init__(self, wanted: Wanted, shape: tuple[int, ...]) -> None:
+        self.tensor = wanted.tensor.detach()
+        self.region = whole(shape) if wanted.region is None else wanted.region
         self.raw = self.tensor.device.type == "cpu" and self.tensor.is_contiguous()
         self.pointer = self.tensor.data_ptr()
-        self.itemsize = self.tensor.element_size()
 
-    def window(self, region: Region, begin: int, end: int) -> memoryview | None:
-        """Bytes ``begin:end`` of the tensor's own memory, if the shard that holds ``region`` is laid out like it."""
-        if not self.raw or region != self.whole:
-            return None
-        return self.tensor.view(-1).view(torch.uint8).numpy().data[begin:end]
+    def window(self, begin: int, nbytes: int) -> memoryview:
+        """The tensor's own memory from byte ``begin`` on."""
+        return self.tensor.view(-1).view(torch.uint8).numpy().data[begin : begin + nbytes]
 
-    def place(self, region: Region, begin: int, data: memoryview) -> None:
-        """Copy ``data``, the bytes from ``begin`` on of the shard that holds ``region``, to where they belong."""
-        if not len(data):
-            return
-        if self.raw and region == self.whole:
+    def take(self, region: Region, begin: int, data: memoryview) -> bool:
+        """Copy ``data``, the bytes from ``begin`` on of a shard that holds just what is wanted; False where it is not so."""
+        if not self.raw or region != self.region:
+            return False
+        if len(data):
             ctypes.memmove(self.pointer + begin, _address(data), len(data))
+        return True
+
+    def place(self, copy: Copy, data: memoryview) -> None:
+        """Copy what a piece holds for this target."""
+        if self.raw and copy.flat is not None:
+            ctypes.memmove(self.pointer + copy.flat, _address(data) + copy.offset + copy.run_offset, copy.run_nbytes)
             return
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(self.tensor.dtype)
+        stored = torch.frombuffer(data, dtype=torch.uint8)[copy.offset : copy.offset + copy.nbytes].view(self.tensor.dtype).view(copy.sizes)
         with torch.no_grad():
-            if region == self.whole and self.tensor.is_contiguous():
-                first = begin // self.itemsize
-                self.tensor.view(-1)[first : first + flat.numel()].copy_(flat)
-                return
-            start = begin // self.itemsize
-            for box, at in boxes(region.sizes, start, start + flat.numel()):
-                source = flat[at - start : at - start + box.numel].view(box.sizes)
-                where = tuple(
-                    slice(outer + inner, outer + inner + size)
-                    for outer, inner, size in zip(region.offsets, box.offsets, box.sizes, strict=True)
-                )
-                self.tensor[where].copy_(source)
+            box(self.tensor, copy.destination).copy_(box(stored, copy.source))
+
+
+def _of_other_ranks(manifest: Manifest, rank: int, values_of_rank: bytes) -> set[str]:
+    """Names of tensors that only other ranks' values refer to."""
+    if not manifest.by_rank:
+        return set()
+    others = {ref.name for document in (manifest.values, *manifest.by_rank.values()) for ref in values.refs(bytes(document))}
+    return others - {ref.name for ref in values.refs(values_of_rank)}
 
 
 def _address(view: memoryview) -> int:

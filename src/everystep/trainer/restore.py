@@ -8,6 +8,7 @@ it are bytes read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from everystep.trainer.restore_data import SAME, DataTarget, is_same
 from everystep.trainer.restore_optimizer import OptimizerTarget, SavedOptimizer
 from everystep.trainer.restoring import Phase, Restore, RestoreReport, TensorReader, as_refs, document_of, kind_of, told_refs
 from everystep.trainer.tensors import DTYPES, WORDS, dotted, identity
+
+_log = logging.getLogger("everystep")
 
 _WORDS = {
     "module": "a module",
@@ -52,6 +55,10 @@ def restore_into(
     saved group with the same names, or, where the grouping changed, of the one that shares most names with it. ``foreach``, ``fused``,
     ``capturable`` and ``differentiable`` stay as they are.
 
+    DTensors take their region of what is stored, whatever layout it was saved in; state that an optimizer lacks for a DTensor parameter
+    is made as a DTensor of the same mesh and placements. A rank that was not among those that saved (``reader.beyond``) takes the plain
+    values of another, but its random number generators stay as they are.
+
     Args:
         state: As for a save.
         reader: The checkpoint.
@@ -72,6 +79,9 @@ def restore_into(
     job.later(Phase.OPTIMIZERS, lambda: saved.extend((group, dict(group)) for group in targets.groups()))
     job.later(Phase.STATEFUL, lambda: _put_back(saved))
     job.run()
+    if job.kept or (reader.beyond and reader.by_rank):
+        kept = f"; random number generators stay as they are: {', '.join(job.kept)}" if job.kept else ""
+        _log.warning("step %d was saved by fewer ranks: this one takes plain values and data loaders of another%s", reader.step, kept)
     return job.report()
 
 
@@ -219,6 +229,7 @@ class _Targets:
 
     def _module(self, node: ModuleNode, plain: Mapping[str, Any]) -> None:
         entries, job = self.modules[node.keys], self.job
+        job.first(entries.reshard)
         if entries.by_method:
             self._module_by_method(entries, plain)
             return
@@ -315,6 +326,11 @@ class _Targets:
         if not self.job.wants_whole(path) and not any(map(self.job.wants, names)):
             if not names:
                 self.job.unexpected.append(path)
+            return
+        if node.is_rng and self.job.reader.beyond:
+            # Two ranks with one random state would draw the same numbers.
+            self.job.claimed.update(names)
+            self.job.kept.append(path)
             return
         value = self.job.decode(told)
         self.job.restored.append(path)

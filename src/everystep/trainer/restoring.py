@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -14,22 +14,36 @@ import torch
 from everystep import values
 from everystep.errors import CorruptionError, LayoutError, StateError
 from everystep.manifest import TensorSpec
+from everystep.region import Region
+from everystep.trainer.sharding import as_dtensor, box, like, local_of, unwrapped
 from everystep.trainer.tensors import DTYPES, WORDS, fresh, identity, overlaps_itself, tell, untell, word_of
 
 _CAST_NBYTES = 256 << 20
 _LISTED = 10
 
 
+class Wanted(NamedTuple):
+    """A tensor to fill: with all of the stored one of that name, or with a region of it (of the tensor's sizes)."""
+
+    name: str
+    tensor: torch.Tensor
+    region: Region | None = None
+
+
 class TensorReader(Protocol):
-    """A checkpoint being read, from memory or a store."""
+    """A checkpoint being read, from memory or a store, as one rank sees it."""
 
     tensors: Mapping[str, TensorSpec]
     """By full name, tied names included; a tied name has the spec (and so the name) of the tensor that is stored."""
     values: bytes
     step: int
+    beyond: bool
+    """Whether this rank was not among those that saved, and ``values`` are another's."""
+    by_rank: bool
+    """Whether the ranks that saved had values of their own."""
 
-    def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Fill each tensor (same shape and dtype as stored, any strides, any device) with the verified bytes of that name, in place."""
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill each tensor (plain, dtype as stored, any strides, any device) with the verified bytes of its region, in place."""
         ...
 
 
@@ -43,6 +57,8 @@ class RestoreReport:
     """Wanted by the state, not in the checkpoint (strict=False)."""
     unexpected: Sequence[str]
     """In the checkpoint, not wanted by the state (strict=False or include)."""
+    kept: Sequence[str] = ()
+    """Random number generators that are as they were: this rank was not among those that saved."""
 
 
 class Phase(enum.IntEnum):
@@ -71,8 +87,10 @@ class Restore:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.unfit: list[str] = []
-        self._wanted: list[tuple[str, torch.Tensor]] = []
-        self._casts: list[tuple[str, torch.Tensor]] = []
+        self.kept: list[str] = []
+        self._wanted: list[Wanted] = []
+        self._casts: list[Wanted] = []
+        self._first: list[Callable[[], object]] = []
         self._later: list[tuple[Phase, Callable[[], object]]] = []
 
     # -- what nodes say ---------------------------------------------------------------------------------------------------
@@ -100,6 +118,7 @@ class Restore:
         self.claimed.add(name)
         try:
             word = word_of(target, into)
+            wanted = _wanted(name, target, into)
         except StateError as error:
             self.refuse(
                 error.message
@@ -111,29 +130,38 @@ class Restore:
             self.refuse(f"{into!r} has shape {list(spec.shape)} in the checkpoint, {list(target.shape)} in the state")
         elif word != spec.dtype and not self.cast:
             self.refuse(f"{into!r} is {spec.dtype} in the checkpoint, {word} in the state (cast=True converts)")
-        elif overlaps_itself(target):
+        elif overlaps_itself(local_of(target)):
             self.refuse(f"{into!r} is an expanded tensor in the state: several elements are one memory cell")
         else:
             key = identity(target)
             stored = self._filled.get(key)
             if stored is None:
                 self._filled[key] = spec.name
-                (self._wanted if word == spec.dtype else self._casts).append((name, target.detach()))
+                (self._wanted if word == spec.dtype else self._casts).extend(wanted)
             elif stored != spec.name and self.strict:
                 self.refuse(f"{into!r} is one tensor with another in the state, but the checkpoint has two: {stored!r} and {spec.name!r}")
             self.restored.append(into)
 
-    def make(self, name: str, like: torch.Tensor | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor that tensor ``name`` goes into; laid out as ``like`` where the shapes are equal."""
+    def make(self, name: str, pattern: torch.Tensor | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor that tensor ``name`` goes into; laid out as ``pattern`` where the shapes are equal.
+
+        Where ``pattern`` is a DTensor it is one too, of the same mesh: what torch computes with both wants that. Scalars are not.
+        """
         spec = self.reader.tensors[name]
-        if like is not None and tuple(like.shape) == spec.shape:
-            target = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+        if pattern is not None and as_dtensor(pattern) is not None and spec.shape:
+            target = like(pattern, spec.shape, dtype, device)
+        elif pattern is not None and tuple(pattern.shape) == spec.shape:
+            target = torch.empty_like(local_of(pattern), dtype=dtype, device=device, requires_grad=False)
         else:
             target = torch.empty(spec.shape, dtype=dtype, device=device)
         self.claimed.add(name)
-        (self._wanted if WORDS[dtype] == spec.dtype else self._casts).append((name, target))
+        (self._wanted if WORDS[dtype] == spec.dtype else self._casts).extend(_wanted(name, target, name))
         self.restored.append(name)
         return target
+
+    def first(self, action: Callable[[], object]) -> None:
+        """Do something when nothing speaks against the restore, before bytes are read."""
+        self._first.append(action)
 
     def later(self, phase: Phase, action: Callable[[], object]) -> None:
         """Do something when the bytes are there."""
@@ -163,7 +191,7 @@ class Restore:
             )
         value, tensor = fresh(values.Ref(ref.name, ref.kind.partition("@")[0]) if self.on_cpu else ref, spec)
         self.claimed.add(ref.name)
-        self._wanted.append((ref.name, tensor))
+        self._wanted.append(Wanted(ref.name, tensor))
         return value
 
     # -- the end ----------------------------------------------------------------------------------------------------------
@@ -203,23 +231,34 @@ class Restore:
 
     def run(self) -> None:
         """Fill, then do what comes later."""
+        for prepare in self._first:
+            prepare()
         with torch.no_grad():
             if self._wanted:
                 self.reader.read(self._wanted)
             for batch in _batches(self._casts, self.reader):
                 temporary = [
-                    (name, torch.empty(self.reader.tensors[name].shape, dtype=DTYPES[self.reader.tensors[name].dtype], device="cpu"))
-                    for name, _ in batch
+                    one._replace(tensor=torch.empty(one.tensor.shape, dtype=DTYPES[self.reader.tensors[one.name].dtype], device="cpu"))
+                    for one in batch
                 ]
                 self.reader.read(temporary)
-                for (_, target), (_, stored) in zip(batch, temporary, strict=True):
-                    target.copy_(stored)
+                for one, stored in zip(batch, temporary, strict=True):
+                    one.tensor.copy_(stored.tensor)
         for _, action in sorted(self._later, key=lambda pair: pair[0]):
             action()
 
     def report(self) -> RestoreReport:
         """What was done."""
-        return RestoreReport(tuple(dict.fromkeys(self.restored)), tuple(self.missing), tuple(dict.fromkeys(self.unexpected)))
+        restored, unexpected = dict.fromkeys(self.restored), dict.fromkeys(self.unexpected)
+        return RestoreReport(tuple(restored), tuple(self.missing), tuple(unexpected), tuple(self.kept))
+
+
+def _wanted(name: str, target: torch.Tensor, into: str) -> list[Wanted]:
+    """What has to be read for a target: of a DTensor only this rank's part."""
+    local, chunks = unwrapped(target.detach(), into)
+    if chunks is None:
+        return [Wanted(name, local)]
+    return [Wanted(name, box(local, chunk.local), chunk.region) for chunk in chunks]
 
 
 def _keep(value: object, path: str) -> object | None:
@@ -241,16 +280,15 @@ def as_refs(told: object) -> Any:
     return values.decode(msgspec.json.encode(told), tagged=untell)
 
 
-def _batches(wanted: Sequence[tuple[str, torch.Tensor]], reader: TensorReader) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    batch: list[tuple[str, torch.Tensor]] = []
+def _batches(wanted: Sequence[Wanted], reader: TensorReader) -> Iterator[list[Wanted]]:
+    batch: list[Wanted] = []
     size = 0
-    for name, target in wanted:
-        spec = reader.tensors[name]
-        nbytes = target.numel() * DTYPES[spec.dtype].itemsize
+    for one in wanted:
+        nbytes = one.tensor.numel() * DTYPES[reader.tensors[one.name].dtype].itemsize
         if batch and size + nbytes > _CAST_NBYTES:
             yield batch
             batch, size = [], 0
-        batch.append((name, target))
+        batch.append(one)
         size += nbytes
     if batch:
         yield batch

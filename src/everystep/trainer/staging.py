@@ -7,29 +7,40 @@ were at the call (version counter, and a bounded sample of the contents: fused o
 then is the fence open and the slab sealed. A storage that is swapped meanwhile is kept alive and copied as the call saw it. Copies are
 ``memmove`` calls: they release the GIL and, unlike ``Tensor.copy_``, start no second OpenMP team beside the training's own (measured on
 two cores: 1 against 8 GB/s beside a busy team). Accelerator tensors go through ``device.py``; the host is not blocked by their fence.
+
+What is copied is boxes: a whole tensor, or that region of it which this rank holds and writes. A box whose bytes follow each other on both
+sides is one move; one with long rows is a move for each row; others are strided copies, in chunks.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import operator
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from everystep.errors import CapacityError, CheckpointError, TornSnapshotError
+from everystep.errors import CapacityError, CheckpointError, LayoutError, TornSnapshotError
+from everystep.layout import SlabCopy
 from everystep.plan import SavePlan
+from everystep.region import Region
 from everystep.trainer.device import Device, Mark, device_for
+from everystep.trainer.sharding import box
 from everystep.trainer.state import Leaf
 
 _CHUNK_NBYTES = 16 << 20
 _SAMPLED_LEAVES = 256
 _SAMPLE_NBYTES = 32
 _SAMPLE_SETS = 8
+
+_ROW_NBYTES = 256 << 10
+"""Rows shorter than this are copied by torch, many in one call: after each move the GIL has to be had again."""
 
 Move = tuple[int, int, int]
 """(target address, source address, nbytes)."""
@@ -48,6 +59,14 @@ class SlabViews:
         self._dtypes = dtypes
         self._typed: dict[int, torch.Tensor] = {}
 
+    def target(self, copy: SlabCopy) -> torch.Tensor:
+        """The part of a placement that a copy's region of the whole tensor goes to."""
+        held = self.placements[copy.placement].region
+        inside = copy.region.relative_to(held.offsets)
+        if not inside.fits(held.sizes):
+            raise LayoutError(f"the plan puts region {copy.region} of a tensor into a placement of {held}", kind="copies")
+        return box(self.typed(copy.placement), inside)
+
     def typed(self, index: int) -> torch.Tensor:
         """Placement ``index`` as a tensor of its dtype and shape."""
         found = self._typed.get(index)
@@ -59,44 +78,68 @@ class SlabViews:
         return found
 
 
+class _Box(NamedTuple):
+    """One copy: a part of a leaf's tensor, and the part of a placement that takes it (equal shapes)."""
+
+    leaf: Leaf
+    source: torch.Tensor
+    device: Device | None
+    copy: SlabCopy
+
+
 class _Copies:
     """What is to be copied for one list of leaves into one slab; cached while both stay the same."""
 
-    def __init__(self, leaves: Sequence[Leaf], views: SlabViews, order: Sequence[int], eager: frozenset[str], devices: _Devices) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], views: SlabViews, copies: Sequence[SlabCopy], eager: frozenset[str], devices: _Devices
+    ) -> None:
         self.leaves = leaves
         self.views = views
+        self.copies = copies
         self.eager = eager
         self.now: list[Callable[[], None]] = []
         self.late: list[Callable[[], None]] = []
-        self.late_leaves: list[tuple[Leaf, int, Device | None]] = []
+        self.late_boxes: list[_Box] = []
         self.sources: list[torch.Tensor] = []
         """Keep alive the memory that the moves read: ``param.data = other`` frees it while a thread copies."""
         moves: dict[bool, list[Move]] = {False: [], True: []}
         remote: dict[tuple[int, bool], tuple[Device, list[torch.Tensor], list[torch.Tensor]]] = {}
-        for leaf, index in zip(leaves, order, strict=True):
+        late_leaves: dict[str, Leaf] = {}
+        for copy in copies:
+            leaf = leaves[copy.tensor]
             # A tensor made in inference mode has no version to watch.
             late = leaf.late and leaf.spec.name not in eager and not leaf.tensor.is_inference()
-            tensor, nbytes = leaf.tensor.detach(), views.placements[index].nbytes
-            device = devices.get(tensor.device)
             if late:
-                self.late_leaves.append((leaf, index, device))
-            if not nbytes:
+                late_leaves[leaf.spec.name] = leaf
+            if not copy.region.numel:
                 continue
+            source = _source(leaf, copy.region)
+            device = devices.get(source.device)
+            if late:
+                self.late_boxes.append(_Box(leaf, source, device, copy))
+            plain = device is None and not source.is_neg() and not source.is_conj()
+            if plain and source.is_contiguous() and copy.region == views.placements[copy.placement].region:
+                # The usual case, without making a view of the slab.
+                moves[late].append((views.addresses[copy.placement], source.data_ptr(), views.placements[copy.placement].nbytes))
+                self.sources.append(source)
+                continue
+            target = views.target(copy)
             if device is not None:
                 _, targets, sources = remote.setdefault((id(device), late), (device, [], []))
-                targets.append(views.typed(index))
-                sources.append(tensor)
-            elif tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-                moves[late].append((views.addresses[index], tensor.data_ptr(), nbytes))
-                self.sources.append(tensor)
+                targets.append(target)
+                sources.append(source)
+                continue
+            rows = _rows(target, source) if plain else None
+            if rows is None:
+                (self.late if late else self.now).extend(_strided(target, source))
             else:
-                (self.late if late else self.now).append(_strided(views.typed(index), tensor))
+                moves[late] += rows
+                self.sources.append(source)
         for late, todo in moves.items():
             (self.late if late else self.now).extend(_mover(group) for group in _chunks(todo))
         self.remote = [(device, late, targets, sources) for (_, late), (device, targets, sources) in remote.items()]
-        self.late_tensors = [leaf.tensor for leaf, _, _ in self.late_leaves]
-        # Still true at every later call: the collector hands out a new list of leaves when a tensor has moved.
-        self.late_pointers = list(map(torch.Tensor.data_ptr, self.late_tensors))
+        self.late_leaves = list(late_leaves.values())
+        self.late_tensors = [leaf.tensor for leaf in self.late_leaves]
         self._samples: dict[int, _Samples] = {}
 
     def samples(self, step: int) -> _Samples:
@@ -105,6 +148,40 @@ class _Copies:
         if turn not in self._samples:
             self._samples[turn] = _Samples(self, turn)
         return self._samples[turn]
+
+
+def _source(leaf: Leaf, region: Region) -> torch.Tensor:
+    """The part of a leaf's tensor that holds a region of the whole one."""
+    tensor = leaf.tensor.detach()
+    if leaf.chunks is None:
+        return box(tensor, region)
+    for chunk in leaf.chunks:
+        inside = region.relative_to(chunk.region.offsets)
+        if inside.fits(chunk.region.sizes):
+            return box(tensor, inside.moved_by(chunk.local.offsets))
+    raise LayoutError(
+        f"the plan takes region {region} of {leaf.spec.name!r} from this rank, which holds "
+        f"{', '.join(str(chunk.region) for chunk in leaf.chunks) or 'nothing of it'}",
+        key=leaf.spec.name,
+        kind="copies",
+    )
+
+
+def _rows(target: torch.Tensor, source: torch.Tensor) -> list[Move] | None:
+    """The copy as moves of bytes; None where rows are too short for that."""
+    # Dimensions from the inside out, as long as both sides have them without gaps.
+    inner, run = source.dim(), 1
+    while inner and (source.shape[inner - 1] == 1 or source.stride(inner - 1) == target.stride(inner - 1) == run):
+        inner -= 1
+        run *= source.shape[inner]
+    nbytes = run * source.element_size()
+    if inner and nbytes < _ROW_NBYTES:
+        return None
+    rows: list[Move] = [(target.data_ptr(), source.data_ptr(), nbytes)]
+    for dim in reversed(range(inner)):
+        there, here = target.stride(dim) * target.element_size(), source.stride(dim) * source.element_size()
+        rows = [(t + index * there, s + index * here, n) for index in range(source.shape[dim]) for t, s, n in rows]
+    return rows
 
 
 class _Devices:
@@ -168,12 +245,21 @@ def _mover(group: list[Move]) -> Callable[[], None]:
     return run
 
 
-def _strided(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def run() -> None:
+def _strided(target: torch.Tensor, source: torch.Tensor) -> Iterator[Callable[[], None]]:
+    """Copies by torch, cut along the longest dimension into about ``_CHUNK_NBYTES`` each."""
+
+    def run(target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
             target.copy_(source)
 
-    return run
+    size = max(source.shape, default=1)
+    count = min(size, -(-source.numel() * source.element_size() // _CHUNK_NBYTES))
+    if count <= 1:
+        yield functools.partial(run, target, source)
+        return
+    dim = list(source.shape).index(size)
+    for to, of in zip(target.chunk(count, dim), source.chunk(count, dim), strict=True):
+        yield functools.partial(run, to, of)
 
 
 _version = operator.attrgetter("_version")  # torch has no public name for it
@@ -184,25 +270,30 @@ class _Samples:
 
     def __init__(self, copies: _Copies, seed: int) -> None:
         chance = random.Random(seed)  # noqa: S311 (no secret)
-        late, count = copies.late_leaves, len(copies.late_leaves)
+        late, count = copies.late_boxes, len(copies.late_boxes)
         self.host: list[tuple[int, int, int, int]] = []
-        """(which late tensor, address in it, address in the slab, nbytes)."""
+        """(which late box, address in it, address in the slab, nbytes)."""
         self.remote: dict[int, tuple[Device, list[int], list[torch.Tensor]]] = {}
         for which in range(count) if count <= _SAMPLED_LEAVES else sorted(chance.sample(range(count), _SAMPLED_LEAVES)):
-            leaf, index, device = late[which]
-            tensor = leaf.tensor.detach()
-            nbytes = tensor.numel() * tensor.element_size()
-            if not nbytes or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+            _, source, device, copy = late[which]
+            target = copies.views.target(copy)
+            if source.is_neg() or source.is_conj():
                 continue
-            take = min(_SAMPLE_NBYTES, nbytes)
+            at = [chance.randrange(size) for size in source.shape]
+            itemsize = source.element_size()
+            take = itemsize
+            if at and source.stride(-1) == target.stride(-1) == 1:
+                length = min(max(_SAMPLE_NBYTES // itemsize, 1), source.shape[-1])
+                at[-1] = min(at[-1], source.shape[-1] - length)
+                take = length * itemsize
+            begin = sum(map(operator.mul, at, source.stride()))
             if device is None:
-                at = chance.randrange(nbytes - take + 1)
-                self.host.append((which, copies.late_pointers[which] + at, copies.views.addresses[index] + at, take))
+                there = target.data_ptr() + itemsize * sum(map(operator.mul, at, target.stride()))
+                self.host.append((which, source.data_ptr() + itemsize * begin, there, take))
             else:
-                at = chance.randrange(max(1, tensor.numel() - 3))
                 _, owners, slices = self.remote.setdefault(id(device), (device, [], []))
                 owners.append(which)
-                slices.append(tensor.view(-1)[at : at + 4].view(torch.uint8))
+                slices.append(source.as_strided((take // itemsize,), (1,), source.storage_offset() + begin).view(torch.uint8))
 
 
 class _Watch:
@@ -231,11 +322,11 @@ class _Watch:
         versions = list(map(_version, copies.late_tensors))
         if versions != self.versions:
             pairs = zip(copies.late_leaves, self.versions, versions, strict=True)
-            torn.update((leaf.spec.name, None) for (leaf, _, _), was, now in pairs if was != now)
+            torn.update((leaf.spec.name, None) for leaf, was, now in pairs if was != now)
         for (which, source, target, nbytes), before in zip(self.samples.host, self.seen, strict=True):
             # ``param.data = other`` is no harm: this is the memory that the call saw, kept alive by the copies, and it is what was copied.
             if look(source, nbytes) != before or look(target, nbytes) != before:
-                torn[copies.late_leaves[which][0].spec.name] = None
+                torn[copies.late_boxes[which].leaf.spec.name] = None
         return list(torn)
 
     def changed_remotely(self) -> list[str]:
@@ -246,7 +337,7 @@ class _Watch:
             for which, piece in zip(owners, slices, strict=True):
                 end = at + piece.numel()
                 if not torch.equal(self.before[key][at:end], self.after[key][at:end]):
-                    torn[self.copies.late_leaves[which][0].spec.name] = None
+                    torn[self.copies.late_boxes[which].leaf.spec.name] = None
                 at = end
         return list(torn)
 
@@ -365,35 +456,41 @@ class Stager:
         *,
         step: int,
         leaves: Sequence[Leaf],
-        order: Sequence[int],
+        copies: Sequence[SlabCopy],
         views: SlabViews,
         overlap: bool,
         finish: Callable[[Staging], None],
     ) -> Staging:
-        """Copy ``leaves[i]`` to placement ``order[i]``.
+        """Copy each box of ``copies`` from its leaf to its placement. Keep the same sequence while nothing changes: it is compared.
 
         With ``overlap`` returns when what may change early is copied; else when everything is. ``finish`` is called once, from the staging
         thread, or inside the call when nothing overlaps.
         """
-        copies = self._copies.get(id(views))
-        if copies is None or copies.leaves is not leaves or copies.eager is not self.eager or copies.views is not views:
+        cached = self._copies.get(id(views))
+        if (
+            cached is None
+            or cached.leaves is not leaves
+            or cached.eager is not self.eager
+            or cached.views is not views
+            or (cached.copies is not copies and cached.copies != copies)
+        ):
             # Those of other leaves are of no use any more, and keep memory.
             self._copies = {key: known for key, known in self._copies.items() if known.leaves is leaves}
-            copies = self._copies[id(views)] = _Copies(leaves, views, order, self.eager, self._devices)
+            cached = self._copies[id(views)] = _Copies(leaves, views, copies, self.eager, self._devices)
         self._devices.pin(views)
         began = time.perf_counter()
-        watch = _Watch(copies, step) if overlap and copies.late_leaves else None
-        staging = Staging(step, copies, watch)
-        for chunk in copies.now:
+        watch = _Watch(cached, step) if overlap and cached.late_leaves else None
+        staging = Staging(step, cached, watch)
+        for chunk in cached.now:
             chunk()
         touched: dict[int, Device] = {}
-        for device, late, targets, sources in copies.remote:
+        for device, late, targets, sources in cached.remote:
             (device.copy_late if late and overlap else device.copy_now)(targets, sources)
             touched[id(device)] = device
         if watch is not None:
             watch.copied()
         staging.marks = [(device, device.mark()) for device in touched.values()]
-        if overlap and (copies.late or staging.marks):
+        if overlap and (cached.late or staging.marks):
             with self._wake:
                 self._start()
                 self._current, self._finish = staging, finish
@@ -498,7 +595,8 @@ class Stager:
             self._wake.notify_all()
 
 
-def order_of(plan: SavePlan, leaves: Sequence[Leaf]) -> list[int]:
-    """For each leaf, the index of its placement in the plan."""
+def order_of(plan: SavePlan, leaves: Sequence[Leaf]) -> list[SlabCopy]:
+    """The copies of one process that holds everything: each leaf, whole, to its placement."""
     where: Mapping[str, int] = {plan.tensors[placement.tensor].name: index for index, placement in enumerate(plan.placements)}
-    return [where[leaf.spec.name] for leaf in leaves]
+    places = [where[leaf.spec.name] for leaf in leaves]
+    return [SlabCopy(number, index, plan.placements[index].region) for number, index in enumerate(places)]

@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 (only the identity of an empty storage tells whether two tensors are one)
 """What counts as a tensor that can be stored, its dtype word, and values that only torch and numpy know."""
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from everystep.errors import StateError
 from everystep.manifest import TensorSpec
+from everystep.trainer.sharding import as_dtensor, local_of
 from everystep.values import Ref, Tagged
 
 WORDS: Mapping[torch.dtype, str] = {
@@ -66,8 +68,10 @@ def word_of(tensor: torch.Tensor, name: str) -> str:
     """The dtype word of a tensor that can be stored.
 
     Raises:
-        StateError: Sparse, meta, nested, quantized, sharded, not yet initialised, a tensor subclass, or a dtype safetensors cannot hold.
+        StateError: Sparse, meta, nested, quantized, not yet initialised, a tensor subclass (in a DTensor too), or a dtype safetensors
+            cannot hold.
     """
+    tensor = local_of(tensor)
     kind = type(tensor)
     if kind not in _PLAIN:
         _check_kind(tensor, kind, name)
@@ -109,10 +113,8 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
 def _check_kind(tensor: torch.Tensor, kind: type[torch.Tensor], name: str) -> None:
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise refused(name, "belongs to a lazy module that has not seen its first input", "run one forward pass before saving or restoring")
-    if any(cls.__name__ in {"DTensor", "ShardedTensor"} for cls in kind.__mro__):
-        raise refused(
-            name, "is sharded, and sharded tensors are not supported by this version yet", "save from a model that is whole in one process"
-        )
+    if any(cls.__name__ == "ShardedTensor" for cls in kind.__mro__):
+        raise refused(name, "is a ShardedTensor, which torch has given up for DTensor", "shard the model with fully_shard (FSDP2)")
     if not _is_plain(kind):
         raise refused(
             name,
@@ -123,11 +125,23 @@ def _check_kind(tensor: torch.Tensor, kind: type[torch.Tensor], name: str) -> No
 
 def spec_of(found: Found) -> TensorSpec:
     """Name, dtype word, shape and group of a tensor found on the walk; StateError when it cannot be stored."""
-    return TensorSpec(found.name, word_of(found.tensor, found.name), tuple(found.tensor.shape), str(found.keys[0]))
+    return TensorSpec(found.name, word_of(found.tensor, found.name), tuple(found.tensor.shape), _group_of(found))
+
+
+def _group_of(found: Found) -> str:
+    """The file it lies in: the top-level key, of a flat state (``model.state_dict()`` itself) its first part."""
+    key = str(found.keys[0])
+    return key.partition(".")[0] or key
 
 
 def identity(tensor: torch.Tensor) -> object:
     """Equal for tensors that are one and the same memory seen in the same way (tied), while both are alive."""
+    sharded = as_dtensor(tensor)
+    if sharded is not None:
+        local = local_of(sharded)
+        # Of an empty shard the storage tells: ranks must not differ in what they take for tied.
+        memory = identity(local) if local.numel() else local.untyped_storage()._cdata
+        return memory, local.dtype, tuple(sharded.shape), sharded.placements
     if not _is_plain(type(tensor)) or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
