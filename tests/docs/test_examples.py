@@ -78,6 +78,36 @@ def test_links_between_pages_lead_somewhere(page):
             assert fragment in anchors(other), target
 
 
+TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
+
+
+def test_every_test_that_is_named_exists():
+    """What a page calls a test, `folder/file.py::test_name`, is one."""
+    import ast
+
+    known = {}
+    for page in PAGES:
+        for name, function in TEST.findall(page.read_text()):
+            path = ROOT / "tests" / name
+            assert path.exists(), f"{page.name}: {name}"
+            if path not in known:
+                known[path] = {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+            assert function in known[path], f"{page.name}: {name}::{function}"
+    assert len(known) > 10
+
+
+def test_every_failure_has_its_test():
+    """Each line of the tables of failures names a test, but for what it says nobody can see."""
+    rows = [
+        line
+        for line in (ROOT / "docs" / "failures.md").read_text().splitlines()
+        if line.startswith("| ") and not line.startswith("| failure ")
+    ]
+    assert len(rows) > 40
+    for row in rows:
+        assert TEST.search(row) or "cannot be detected" in row or "can go unnoticed" in row, row
+
+
 def test_every_command_and_exit_code_is_in_the_reference():
     """The reference names each command, each error class with its exit code, and each public name."""
     import everystep
