@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = int(os.environ.get("EVERYSTEP_SOAK_ROUNDS", "100"))
+ROUNDS = int(os.environ.get("EVERYSTEP_SOAK_ROUNDS", "50"))
 
 
 @pytest.mark.leaves_agent
