@@ -678,3 +678,17 @@ def test_threads_end():
     for thread in left:
         thread.join(timeout=5)
     assert not [thread.name for thread in left if thread.is_alive()]
+
+
+def test_more_lost_steps_than_a_verdict_names():
+    """Node 0 seals steps of which the others fail so many that the lead no longer names them all: each comes free all the same."""
+    with PlainJob(2, TOKEN) as job:
+        for step in range(1, 6):
+            job.sides[0].add(key(step))
+            job.nodes[0].sealed(key(step))
+        for step in range(1, 200):
+            job.nodes[1].failed(key(step), "all slabs are in use")
+        job.sides[1].add(key(200))
+        job.nodes[1].sealed(key(200))
+        for step in range(1, 6):
+            job.sides[0].wait_told("failed", key(step), -1, "another node has not saved it")

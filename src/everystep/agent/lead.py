@@ -49,6 +49,7 @@ class Lead:
         self._open: dict[int, set[int]] = {}
         self._highest: dict[int, int] = {}
         self._failed: dict[int, tuple[int, str]] = {}
+        self._lost_below: int | None = None
         self._settled: dict[int, set[int]] = {}
         self._persists: dict[int, float] = {}
         self._wanted: set[int] = set()
@@ -72,7 +73,7 @@ class Lead:
         told_again = False
         for step in sorted(steps):
             self._highest[node] = max(step, self._highest.get(node, -1))
-            if (self.complete is not None and step <= self.complete) or step in self._failed:
+            if (self.complete is not None and step <= self.complete) or step in self._failed or self._is_lost(step):
                 told_again = True  # the node does not know yet
                 continue
             self._open.setdefault(step, set()).add(node)
@@ -101,7 +102,7 @@ class Lead:
 
     def failed(self, node: int, attempt: int, step: int, reason: str) -> bool:
         """A node will never seal this one; whether that is news."""
-        if not self.ensure(attempt) or step in self._failed or (self.complete is not None and step <= self.complete):
+        if not self.ensure(attempt) or step in self._failed or self._is_lost(step) or (self.complete is not None and step <= self.complete):
             return False
         self._fail(step, node, reason)
         return True
@@ -172,7 +173,8 @@ class Lead:
         failed = tuple((step, node, reason) for step, (node, reason) in sorted(self._failed.items()))
         persist = tuple(sorted(self._persists))
         return Verdict(attempt=self.attempt, complete=self.complete, persist=persist, settled=self.all_settled, failed=failed,
-                       copy=self._copy, copied=self._copied, uncopied=self._uncopied, sender=self.sender)  # fmt: skip
+                       copy=self._copy, copied=self._copied, uncopied=self._uncopied, sender=self.sender,
+                       lost_below=self._lost_below)  # fmt: skip
 
     def _is_settled(self, step: int) -> bool:
         return self.all_settled is not None and step <= self.all_settled and step not in self._persists
@@ -198,4 +200,12 @@ class Lead:
         self._open.pop(step, None)
         self._failed[step] = (node, reason)
         while len(self._failed) > MOST_FAILED:
-            del self._failed[min(self._failed)]
+            # Who has not heard of it one by one hears that whatever is so old will not be complete: else its slab would never come free.
+            forgotten = min(self._failed)
+            del self._failed[forgotten]
+            self._lost_below = max(forgotten, -1 if self._lost_below is None else self._lost_below)
+        for open_step in [open_step for open_step in self._open if self._is_lost(open_step)]:
+            del self._open[open_step]
+
+    def _is_lost(self, step: int) -> bool:
+        return self._lost_below is not None and step <= self._lost_below

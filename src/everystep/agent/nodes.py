@@ -421,8 +421,9 @@ class Nodes:
             if key.attempt != self._own.attempt:
                 return  # of an attempt that is over
             note(self._own)
-            if self._node == LEAD:
-                self._take_report(self._reported())
+            again = self._node == LEAD and self._take_report(self._reported()) and self._nodes > 1
+        if again:
+            self._posts.mark([LEAD])  # it may be about what this node has been told before it sealed it
         self._spread()
 
     def _turn(self, attempt: int) -> None:
@@ -534,6 +535,10 @@ class Nodes:
                     if newest not in to_persist:
                         completes.append((newest, False))
                 own.open -= own.told_failed
+                below = verdict.lost_below
+                fallen = [] if below is None else sorted(step for step in own.open if step <= below)
+                own.open -= set(fallen)
+                own.wanted -= set(fallen)
                 own.failed = {
                     step: why
                     for step, why in own.failed.items()
@@ -559,6 +564,8 @@ class Nodes:
                 self._side.note("copies", uncopied and f"the copies in other nodes' memory are not renewed: {uncopied}")
             for step, node, reason in failed:
                 self._side.failed(CheckpointKey(step, verdict.attempt), node, reason)
+            for step in fallen:
+                self._side.failed(CheckpointKey(step, verdict.attempt), -1, "another node has not saved it")
             for step, persist in sorted(completes):
                 self._side.completed(CheckpointKey(step, verdict.attempt), persist)
 

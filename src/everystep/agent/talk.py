@@ -77,6 +77,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     copy: int | None = None
     copied: int | None = None
     uncopied: str = ""
+    lost_below: int | None = None
+    """Steps up to this one that are not complete yet will not be: ``failed`` names the newest of them only."""
     sender: str = ""
     """Another one than before: a lead that knows nothing of what it was told."""
 
