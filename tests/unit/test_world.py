@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from everystep.errors import AgentError, ConflictError, LayoutError
+from everystep.trainer.handshake import Handshake
 from everystep.trainer.world import World
 
 
@@ -264,3 +265,18 @@ def test_ranks_that_did_not_meet_are_named_and_meet_later() -> None:
         return world.exchange("again", world.rank)
 
     assert together(three, again) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("late", [(), (0,)])
+def test_a_rank_that_fails_before_rank_0_has_come_does_not_wait_for_it_again(monkeypatch: pytest.MonkeyPatch, late: tuple[int, ...]) -> None:
+    """Rank 1 cannot tell anybody why it ends: it waits for rank 0 once and briefly, or not at all when it has waited already."""
+    waits: list[float] = []
+
+    def meet(self: Handshake, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise AgentError("rank 0 did not come", kind="rank-missing")
+
+    monkeypatch.setattr(Handshake, "meet", meet)
+    world = World(dist.HashStore(), 1, 2, timeout_s=120.0)
+    world.fail(LayoutError("it does not fit"), late=late)
+    assert waits == ([] if late else [5.0])

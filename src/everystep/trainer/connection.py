@@ -316,11 +316,6 @@ class Connection:
             client.open_peers(self._token, self.met().hosts[self.met().node], self._port)
             client.set_peers(self.addresses, self.met().node)
 
-    @property
-    def token(self) -> bytes:
-        """What agents and trainers of this job prove to each other that they belong to it."""
-        return self._token
-
     # -- plans -----------------------------------------------------------------------------------------------------------------
     def planned(self, layout: RankLayout) -> tuple[SavePlan, tuple[SlabCopy, ...]]:
         """The node's plan and this rank's copies, from every rank's layout (all ranks together)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed import distributed_c10d as c10d
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PAUSE_S, _PAUSE_MAX_S = 0.001, 0.1
+
+
+def missing(late: Sequence[int], label: str, timeout_s: float) -> AgentError:
+    """The error about ranks that did not come."""
+    shown = ", ".join(map(str, late[:8])) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
+    return AgentError(
+        f"rank{'s' * (len(late) > 1)} {shown} did not come to agree on {label!r} within {timeout_s:g} s", rank=late[0], kind="rank-missing",
+        hint="every rank has to make its first save, and every restore, together with the others",
+    )  # fmt: skip
 
 
 class Handshake:
@@ -64,11 +74,7 @@ class Handshake:
         while not self._step():
             if time.monotonic() >= until:
                 self.late = tuple(self._absent) if self._rank == 0 else (0,)
-                shown = ", ".join(map(str, self.late[:8])) + (f" and {len(self.late) - 8} more" if len(self.late) > 8 else "")
-                raise AgentError(
-                    f"rank{'s' * (len(self.late) > 1)} {shown} did not come to agree on 'start' within {timeout_s:g} s", rank=self.late[0],
-                    kind="rank-missing", hint="every rank has to call save and restore",
-                )  # fmt: skip
+                raise missing(self.late, "start", timeout_s)
             time.sleep(pause_s)
             pause_s = min(_PAUSE_MAX_S, 1.5 * pause_s)
 

@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from everystep.errors import AgentError, CheckpointError, ConfigError, rebuild
-from everystep.trainer.handshake import Handshake
+from everystep.trainer.handshake import Handshake, missing
 from everystep.trainer.lookout import EVERY_S, PER_RANK_S, Lookout
 
 if TYPE_CHECKING:
@@ -227,9 +227,10 @@ class World:
             if self._handshake is not None and not self._handshake.is_over and not late:
                 with contextlib.suppress(AgentError):
                     self._handshake.meet(min(_FAILING_S, self.timeout_s))
-            failure = msgspec.msgpack.encode(Failure.of(error, self.rank, self._given, late))
-            self._kv.set(f"{self._round}/failed/{self.rank}", failure)  # type: ignore[arg-type]
-            self._offer(f"{self._round}/failed", failure)
+            if self._handshake is not None and self._handshake.space() is not None:  # else it has not met rank 0, and nobody reads it
+                failure = msgspec.msgpack.encode(Failure.of(error, self.rank, self._given, late))
+                self._kv.set(f"{self._round}/failed/{self.rank}", failure)  # type: ignore[arg-type]
+                self._offer(f"{self._round}/failed", failure)
         self._leave(error)
 
     def _leave(self, error: BaseException) -> None:
@@ -287,11 +288,7 @@ class World:
         # The rest of them, without waiting.
         rest = range(came_from + 1, self.size) if self._gathered else ()
         late = [came_from, *(rank for rank in rest if rank != self.rank and not self._kv.check([f"{self._gathered}/{rank}"]))]
-        shown = ", ".join(map(str, late[:8])) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
-        error = AgentError(
-            f"rank{'s' * (len(late) > 1)} {shown} did not come to agree on {label!r} within {self.timeout_s:g} s", rank=late[0],
-            kind="rank-missing", hint="every rank has to call save and restore, and to change the structure of its state at the same step",
-        )  # fmt: skip
+        error = missing(late, label, self.timeout_s)
         self.fail(error, late=late)
         raise error
 
