@@ -280,3 +280,17 @@ def test_a_rank_that_fails_before_rank_0_has_come_does_not_wait_for_it_again(mon
     world = World(dist.HashStore(), 1, 2, timeout_s=120.0)
     world.fail(LayoutError("it does not fit"), late=late)
     assert waits == ([] if late else [5.0])
+
+
+def test_a_rank_that_comes_before_rank_0_after_a_restart_waits_for_it() -> None:
+    """What the dead rank 0 answered the dead rank 1 is still there: the new rank 1 does not go where they met and read their messages."""
+    store = dist.HashStore()
+    old = [World(dist.PrefixStore("t/", store), rank, 2, timeout_s=5.0) for rank in range(2)]
+    together(old, lambda world: world.exchange("step", 10))
+    first, second = (World(dist.PrefixStore("t/", store), rank, 2, timeout_s=5.0) for rank in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(second.exchange, "step", 7)
+        with pytest.raises(TimeoutError):
+            waits.result(timeout=0.3)
+        assert first.exchange("step", 5) == [5, 7]
+        assert waits.result() == [5, 7]
