@@ -95,6 +95,23 @@ def test_a_rank_that_fails_between_agreement_and_plan_is_heard_of(ranks: Callabl
     assert str(second) == "no agent came up"
 
 
+def test_an_agent_that_dies_while_the_ranks_agree_is_a_failed_save(ranks: Callable[..., list[everystep.Checkpointer]]) -> None:
+    """Training goes on: the first save fails on all ranks, with the one named whose agent it was, and the next one is made."""
+    both = ranks()
+    writing = both[1]._run.writing
+
+    def loses_its_agent() -> Any:
+        writing()
+        both[1]._run.writing = writing  # type: ignore[method-assign]
+        raise AgentError("the agent is gone", kind="lost")
+
+    both[1]._run.writing = loses_its_agent  # type: ignore[method-assign]
+    failed = together(both, lambda one, rank: one.save(1, state(rank)))
+    assert [str(one.error) for one in failed] == ["rank 1: the agent is gone", "the agent is gone"]
+    saved = together(both, lambda one, rank: one.save(2, state(rank)).wait("memory", 30).outcome)
+    assert set(saved) <= {"memory", "disk"}
+
+
 def test_a_clock_does_not_have_one_rank_save_alone(ranks: Callable[..., list[everystep.Checkpointer]], tmp_path: Path) -> None:
     """disk="0s" with memory=2: rank 0's clock is due at every step, but only those that are due for all ranks are saved, and get to the disk."""
     both = ranks(cadence=everystep.Cadence(memory=2, disk="0.001s"))

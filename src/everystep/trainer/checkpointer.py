@@ -51,8 +51,6 @@ __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("everystep")
 _DRAIN_TIMEOUT_S = 3600.0
-_NEVER_TOGETHER = frozenset({"rank-missing", "rank-failed", "store-gone", "ended"})
-"""Kinds of errors at the start that are no hiccup: a rank is not there. An agent that dies meanwhile is: the next save agrees anew."""
 _OF_OTHERS = ("incomplete", "rank")
 """Kinds of failures that another rank's or node's leaving out of a step is to this one."""
 _OF_ONE_STEP = ("forgotten", "committed")
@@ -326,7 +324,8 @@ class Checkpointer:
             if awaited:
                 self._run.failed(error, awaited=True)
             self._fail(pending, error)
-            if starting and error.kind in _NEVER_TOGETHER:
+            # The ranks never came together: that is no hiccup. An agent that died meanwhile is one: the next save agrees anew.
+            if starting and self._run.world.size > 1 and error.kind != "lost":
                 raise
             if error.kind not in {"timeout", "lost"}:  # an agent that does not answer would not answer this either
                 self._leave_out(step, f"its save of step {step} failed: {error}")
