@@ -421,3 +421,26 @@ def test_agent_in_the_foreground(tmp_path):
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(10) == 0
     assert_all_verify(trainer.repository)
+
+
+SIGNAL_IN_A_THREAD = """
+import os, signal, sys, threading, time
+from everystep.agent import find_agents, run_foreground
+
+def kill():
+    while not find_agents():
+        time.sleep(0.01)
+    time.sleep(0.2)  # the main thread waits by now, and nothing else wakes it
+    signal.pthread_kill(threading.get_ident(), int(sys.argv[2]))
+    time.sleep(60)
+
+threading.Thread(target=kill, daemon=True).start()
+sys.exit(run_foreground(sys.argv[1], idle_s=None))
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signal_that_comes_to_another_thread(tmp_path, number, status):
+    """The kernel may hand a signal to any thread of the agent: it ends all the same, though nothing else wakes the main thread."""
+    command = [sys.executable, "-c", SIGNAL_IN_A_THREAD, str(tmp_path / "run"), str(int(number))]
+    assert subprocess.run(command, timeout=20, stderr=subprocess.DEVNULL, check=False).returncode == status

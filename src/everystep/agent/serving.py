@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import os
-import queue
 import resource
 import signal
 import socket
@@ -66,22 +65,19 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
     if not foreground:
         place.adopt_log()
     status = 0
-    news: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put may be called from a signal handler
-    signal.signal(signal.SIGTERM, lambda *_: news.put("signal"))
-    signal.signal(signal.SIGINT, lambda *_: news.put("interrupt"))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    news = _News()
     with place.listen() as listener:
         server = AgentServer(repository, run_url=run_url, run_id=repository.run_id, idle_s=idle_s, own_idle_s=foreground)
-        server.on_end(lambda: news.put("end"))
+        server.on_end(news.end)
         threading.Thread(target=accept, args=(listener, server), name="everystep-accept", daemon=True).start()
         if ready_fd is not None:
             with contextlib.suppress(BrokenPipeError):  # who started us is gone: the run may still have use for us
                 os.write(ready_fd, READY)
             os.close(ready_fd)
         _log.info("agent %d serves run %s at %s", os.getpid(), repository.run_id, run_url)
-        while (what := news.get()) != "end":
+        while (number := news.wait()) is not None:
             server.signal()
-            if what == "interrupt":
+            if number == signal.SIGINT:
                 status = INTERRUPTED
         with contextlib.suppress(FileNotFoundError):  # gone before the lock is: the next agent makes its own
             place.socket.unlink()
@@ -89,6 +85,36 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
     place.clear(log=not foreground and not log.troubled)
     os.close(lock)
     return status
+
+
+class _News:
+    """What the main thread waits for: SIGTERM, SIGINT and the agent's end.
+
+    The kernel may hand a signal to any thread, and a handler written in Python runs only once something wakes the main one. So that one waits
+    at a pipe, into which the interpreter writes the signal's number whichever thread it came to.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._ended = False
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # anything but the default: the pipe tells of it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def end(self) -> None:
+        """The agent is to end. From any thread."""
+        self._ended = True
+        with contextlib.suppress(BlockingIOError):  # full: then there is something to wake up for
+            os.write(self._writer, b"\0")
+
+    def wait(self) -> int | None:
+        """The number of the next signal; None: the end."""
+        number = 0
+        while not self._ended and not number:
+            number = os.read(self._reader, 1)[0]
+        return None if self._ended else number
 
 
 def _allow_descriptors() -> None:
