@@ -7,13 +7,15 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS ?= 1
+# Tests that run at once. More than two would be more real jobs of eight ranks at once than most machines hold.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint soak bench wheel clean
 
 help:
 	@echo 'make demo    make a virtual environment, install, run the demo (args: DEMO="--params 46M")'
-	@echo 'make test    the same, and run the tests                      (args: TESTS="tests/unit -x")'
+	@echo 'make test    the same, and run the tests                      (args: TESTS="tests/unit -x", WORKERS=0)'
 	@echo 'make lint    ruff, mypy --strict, import-linter'
 	@echo 'make soak    the tests with the long ones'
 	@echo 'make bench   the benchmarks with their bars                   (args: BENCH="--quick")'
@@ -45,7 +47,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/everystep demo $(DEMO)
 
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 soak: $(VENV)/.installed-test
 	@HYPOTHESIS_PROFILE=nightly EVERYSTEP_SOAK_ROUNDS=$${EVERYSTEP_SOAK_ROUNDS:-200} $(BIN)/python -m pytest --soak --timeout 3600 $(TESTS)

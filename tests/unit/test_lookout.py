@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -62,3 +64,23 @@ def test_a_store_that_is_gone_is_told_at_the_next_glance() -> None:
     lookout._thread.join(10)
     with pytest.raises(AgentError, match="cannot be reached"):
         lookout.glance("k")
+
+
+LEAVES = """
+import sys, time
+import torch.distributed as dist
+from everystep.trainer.lookout import Lookout
+
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+looks = [Lookout(lambda key: store.get(key) if store.check([key]) else None, pause_s=0.0) for _ in range(3)]
+for look in looks:
+    look.glance("never")
+time.sleep(0.1)
+"""
+
+
+def test_the_interpreter_may_end_while_the_store_is_asked() -> None:
+    """Nobody has called close: no thread is inside the store when the interpreter ends, which would end the process with SIGABRT."""
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stderr) == (0, "")

@@ -90,8 +90,8 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
 class _News:
     """What the main thread waits for: SIGTERM, SIGINT and the agent's end.
 
-    The kernel may hand a signal to any thread, and a handler written in Python runs only once something wakes the main one. So that one waits
-    at a pipe, into which the interpreter writes the signal's number whichever thread it came to.
+    The kernel may hand a signal to any thread, and a handler written in Python runs only once something wakes the main one. So that one
+    waits at a pipe, into which the interpreter writes the signal's number whichever thread it came to.
     """
 
     def __init__(self) -> None:

@@ -75,8 +75,10 @@ def train(setting: Setting, stage: Stage, *, checkpoints: bool, kill_in: int | N
     curve = dict(known or {})
     seen = Training(losses=[], step_s=[], stall_s=[])
     arguments = [str(setting.run), "--size", setting.size_name, "--steps", str(setting.steps), "--threads", str(setting.threads)]
+    arguments += [] if checkpoints else ["--without"]
+    arguments += [] if kill_in is None else ["--die-in", str(kill_in)]
     every = max(1, setting.steps // 6)
-    with Child("everystep.demo.trainer", [*arguments, *([] if checkpoints else ["--without"])], threads=setting.threads) as child:
+    with Child("everystep.demo.trainer", arguments, threads=setting.threads) as child:
         with contextlib.ExitStack() as shown:
             shown.enter_context(stage.live(status))
             for event in child.events():

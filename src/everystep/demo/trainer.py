@@ -98,6 +98,8 @@ def train(arguments: argparse.Namespace) -> None:
             inputs, targets = loader.next()
             loss = model.loss(inputs, targets)
             emit("middle", step=step + 1, **tiers.look())
+            if step + 1 == arguments.die_in:
+                time.sleep(60)  # the kill comes here, in the middle of this step, however slow the watcher is to send it
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(SIZES), required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--die-in", type=int, help="wait for kill -9 in the middle of this step")
     parser.add_argument("--without", action="store_true", help="no checkpoints at all")
     try:
         train(parser.parse_args())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
 
 from everystep.errors import AgentError
@@ -46,10 +48,11 @@ class Lookout:
             if self._thread is None and not self._ended.is_set():
                 self._thread = threading.Thread(target=self._run, name="everystep-lookout", daemon=True)
                 self._thread.start()
+                _watching.add(self)
         return None
 
     def close(self) -> None:
-        """End the thread: it must not be inside the store when the interpreter ends. One that waits for a dead network is left behind."""
+        """End the thread. One that waits for a dead network is left behind."""
         self._ended.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -70,3 +73,15 @@ class Lookout:
                     with self._lock:
                         self._wanted.pop(key, None)
                         self._found[key] = data
+
+
+_watching: weakref.WeakSet[Lookout] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """No thread may come out of the store once the interpreter ends: taking its lock again would end the process with SIGABRT."""
+    for lookout in list(_watching):
+        lookout.close()
+
+
+atexit.register(_close_all)
