@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from _common import Results, main, percentile, raw_read, raw_write, say, warm_buffer
+from _common import Results, forget, main, percentile, raw_read, raw_write, say, warm_buffer
 
 WARM = 3
 """Saves before the timed ones: everystep has three slabs, and fills each for the first time."""
@@ -338,6 +338,8 @@ def restore_program(options: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
         raw_s = raw_read(files, buffer) if buffer is not None else 0.0
         training.spoil()
+        if first:
+            forget(files)
         with everystep.Checkpointer(run) as ckpt:
             dist.barrier()
             began = time.perf_counter()

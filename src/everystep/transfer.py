@@ -8,6 +8,7 @@ is raised. No thread outlives the ``with``.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections import deque
@@ -17,11 +18,13 @@ from types import TracebackType
 from typing import TypeVar
 
 from everystep.store import Store
+from everystep.store.disk import address
 
 __all__ = ["Buffers", "Transfer"]
 
 Result = TypeVar("Result")
 _PAGE = 4096
+_LARGE_PAGE = 2 << 20
 
 
 class _StoppedError(Exception):
@@ -151,11 +154,15 @@ class Buffers:
             with self._lock:
                 buffer = self._idle.pop() if self._idle else None
         if buffer is None:
-            buffer = mmap.mmap(-1, max(nbytes, self._capacity))
-        return memoryview(buffer)[:nbytes]
+            buffer = _memory(max(nbytes, self._capacity))
+        view = memoryview(buffer)
+        begin = -address(view) % _LARGE_PAGE
+        return view[begin : begin + nbytes]
 
-    def read(self, store: Store, key: str, offset: int, nbytes: int) -> memoryview:
+    def read(self, store: Store, key: str, offset: int, nbytes: int, *, shared: bool = False) -> memoryview:
         """Exactly the wanted bytes of an object, read in whole pages so that they can go past the page cache. Give the view back after use.
+
+        ``shared``: see ``Store.read_into``.
 
         Raises:
             CorruptionError: The object ends before ``offset + nbytes``.
@@ -166,7 +173,7 @@ class Buffers:
         end = min(-(-(offset + nbytes) // _PAGE) * _PAGE, max(self._size(store, key), offset + nbytes))
         view = self.take(end - begin)
         try:
-            store.read_into(key, begin, view)
+            store.read_into(key, begin, view, shared=shared)
         except BaseException:
             self.give_back(view)
             raise
@@ -178,7 +185,7 @@ class Buffers:
         if not isinstance(buffer, mmap.mmap):
             raise TypeError("this view is not from these buffers")
         with self._lock:
-            if not self._closed and len(buffer) == self._capacity:
+            if not self._closed and len(buffer) == _around(self._capacity):
                 self._idle.append(buffer)
 
     def close(self) -> None:
@@ -192,3 +199,21 @@ class Buffers:
         if known is None:  # objects never change
             known = self._sizes[store.url, key] = store.size(key)
         return known
+
+
+
+def _around(nbytes: int) -> int:
+    """Enough for ``nbytes`` from the start of a large page on, wherever the memory is."""
+    return nbytes + _LARGE_PAGE
+
+
+def _memory(nbytes: int) -> mmap.mmap:
+    """Fresh memory, of large pages where there are any: into scattered small ones a disk reads past the page cache at half its speed.
+
+    Private, since large pages for shared memory are off by default.
+    """
+    memory = mmap.mmap(-1, _around(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

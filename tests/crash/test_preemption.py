@@ -284,18 +284,21 @@ world = World.of(None)
 world.begin()
 watch.join(world)
 saved = []
-for step in range(1, 1000):
-    dist.all_reduce(torch.ones(4))
-    if step == 7 and rank == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGUSR1)
-    if step == 15 and rank == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGTERM)
-    request = watch.due(step)
-    if request is not None:
-        saved.append((step, request.signal))
-        print(rank, saved, flush=True)
-        watch.finish(request, Save(step))
-sys.exit(9)
+try:
+    for step in range(1, 1000):
+        dist.all_reduce(torch.ones(4))
+        if step == 7 and rank == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if step == 15 and rank == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGTERM)
+        request = watch.due(step)
+        if request is not None:
+            saved.append((step, request.signal))
+            print(rank, saved, flush=True)
+            watch.finish(request, Save(step))
+    sys.exit(9)
+finally:
+    dist.destroy_process_group()  # else gloo's own thread may abort the process once the interpreter ends
 """
 
 

@@ -169,7 +169,7 @@ class SlabSource:
         at = self._offsets[number] + offset
         view[:] = self._slab[at : at + len(view)]
 
-    def bytes_of(self, fetch: Any) -> memoryview:
+    def bytes_of(self, fetch: Any, *, shared: bool = False) -> memoryview:
         view = memoryview(bytearray(fetch.nbytes))
         self.read_into(fetch.object, fetch.offset, view)
         return view

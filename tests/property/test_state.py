@@ -215,7 +215,7 @@ class SlabSource:
         slab, at = self.places[number]
         view[:] = slab[at + offset : at + offset + len(view)]
 
-    def bytes_of(self, fetch):
+    def bytes_of(self, fetch, *, shared=False):
         view = memoryview(bytearray(fetch.nbytes))
         self.read_into(fetch.object, fetch.offset, view)
         return view

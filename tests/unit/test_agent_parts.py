@@ -105,7 +105,8 @@ def test_room_is_what_the_smallest_control_group_leaves(tmp_path, version):
     for folder, limit, used, cached in ((root / "a", 160 * MIB, 100 * MIB, 40 * MIB), (root / "a" / "b", "max" if version == 2 else 1 << 62, 0, 0)):
         for name, value in zip(names[:2], (limit, used), strict=True):
             (folder / name).write_text(f"{value}\n")
-        (folder / "memory.stat").write_text(f"cache 1\n{names[2]} {cached}\n")
+        halves = (f"{names[2]} {cached // 2}", f"{names[2].replace('inactive', 'active')} {cached // 2}")
+        (folder / "memory.stat").write_text("\n".join(["cache 1", *halves, ""]))
     room = memory_room(proc=proc, cgroups=cgroups)
     assert room.nbytes == (160 - 100 + 40 - 10) * MIB
     assert f"{160 * MIB:,}" in room.limits

@@ -741,7 +741,7 @@ def test_a_bad_sector_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
             trainee.train()
     real = LocalStore.read_into
 
-    def read_into(self: LocalStore, key: str, offset: int, view: memoryview) -> None:
+    def read_into(self: LocalStore, key: str, offset: int, view: memoryview, *, shared: bool = False) -> None:
         if str(CheckpointKey(2, 1)) in key:
             raise TransientStoreError("bad sector", errno=5, key=key)
         real(self, key, offset, view)

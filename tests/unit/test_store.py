@@ -445,6 +445,18 @@ def test_large_aligned_objects_are_written_directly(nbytes):
     assert store.size("x") == nbytes
 
 
+def test_shared_reads_go_through_the_page_cache():
+    """Large aligned reads go past the page cache; not when other processes of the node want the same bytes."""
+    disk = opened_directly(SimDisk)()
+    store = LocalStore("/run", disk=disk)
+    store.put("x", aligned(4 * MIB))
+    before, view = disk.directly, aligned(4 * MIB)
+    store.read_into("x", 0, view, shared=True)
+    assert disk.directly == before
+    store.read_into("x", 0, view)
+    assert disk.directly == before + 1
+
+
 def test_direct_writes_go_in_whole_pages():
     """F46: with O_DIRECT every offset and length is a multiple of a page, also after short writes; the file is cut to its size."""
     writes = []

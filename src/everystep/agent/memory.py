@@ -117,16 +117,17 @@ def memory_room(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgr
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 for root in (cgroups / "unified", cgroups):
-                    found += _limits(root, path, "memory.max", "memory.current", "inactive_file")
+                    found += _limits(root, path, "memory.max", "memory.current", ("inactive_file", "active_file"))
             elif "memory" in controllers.split(","):
-                found += _limits(cgroups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                caches = ("total_inactive_file", "total_active_file")
+                found += _limits(cgroups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", caches)
     if not found:
         return Room(1 << 62, "")
     free, _, limits = min((free - min(_RESERVE, total // 16), total, text) for free, total, text in found)
     return Room(max(0, free), limits)
 
 
-def _limits(root: Path, path: str, limit_file: str, usage_file: str, cache: str) -> list[tuple[int, int, str]]:
+def _limits(root: Path, path: str, limit_file: str, usage_file: str, caches: tuple[str, ...]) -> list[tuple[int, int, str]]:
     """(bytes left, limit, text) of each group from ``path`` up to ``root``; in a container perhaps only ``root`` can be seen."""
     found = []
     folder = root / path.lstrip("/")
@@ -136,7 +137,7 @@ def _limits(root: Path, path: str, limit_file: str, usage_file: str, cache: str)
             if limit < 1 << 60:
                 used = int((group / usage_file).read_text())
                 words = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-                cached = next((int(value) for name, value in words if name == cache), 0)
+                cached = sum(int(value) for name, value in words if name in caches)
                 found.append((limit - max(0, used - cached), limit, f"control group limit {limit:,}, used {used:,}"))
         if group == root:
             break

@@ -54,9 +54,12 @@ class Store(Protocol):
         """The whole object."""
         ...
 
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` with bytes from ``offset`` on; CorruptionError when the object is shorter. Large
-        reads use O_DIRECT where they can."""
+    def read_into(self, key: str, offset: int, view: memoryview, *, shared: bool = False) -> None:
+        """Fill ``view`` with bytes from ``offset`` on; CorruptionError when the object is shorter.
+
+        Large reads use O_DIRECT where they can; not when they are ``shared``: other processes of this node are about to read the same
+        bytes, which then come from the device once.
+        """
         ...
 
     def size(self, key: str) -> int:

@@ -228,12 +228,12 @@ class LocalStore:
 
         return self._do("read", key, read, reads=True)
 
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+    def read_into(self, key: str, offset: int, view: memoryview, *, shared: bool = False) -> None:
         """See ``Store.read_into``."""
         path, view = self._file(key), view.cast("B")
         if offset < 0:
             raise ValueError(f"negative offset {offset}")
-        got = self._do("read", key, lambda: self._read_range(path, offset, view), reads=True)
+        got = self._do("read", key, lambda: self._read_range(path, offset, view, cached=shared), reads=True)
         if got < len(view):
             raise CorruptionError(
                 f"{key!r} in {self.path!r} ends at byte {offset + got}, but {len(view)} bytes from {offset} were expected",
@@ -614,12 +614,12 @@ class LocalStore:
             self._disk.rmdir(mutex)
 
     # -- reading ranges ----------------------------------------------------------------------------------------------
-    def _read_range(self, path: str, offset: int, view: memoryview) -> int:
-        """Read; the middle that is aligned in file and memory past the page cache if it is large. Returns bytes until the file's end."""
+    def _read_range(self, path: str, offset: int, view: memoryview, *, cached: bool) -> int:
+        """Read; what is aligned in file and memory past the page cache, if it is large and not ``cached``. Returns bytes until the end."""
         head = -offset % _PAGE
         middle = (len(view) - head) // _PAGE * _PAGE
         got, direct = 0, False
-        if _O_DIRECT and middle >= self._large_nbytes and (address(view) + head) % _PAGE == 0:
+        if _O_DIRECT and not cached and middle >= self._large_nbytes and (address(view) + head) % _PAGE == 0:
             device = self._disk.stat(path).device
             direct = device not in self._refuses_direct
         fd = self._disk.open(path, os.O_RDONLY)

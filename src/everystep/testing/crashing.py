@@ -117,10 +117,10 @@ class CrashingStore:
         self._check()
         return self._store.get(key)
 
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+    def read_into(self, key: str, offset: int, view: memoryview, *, shared: bool = False) -> None:
         """See ``Store.read_into``."""
         self._check()
-        self._store.read_into(key, offset, view)
+        self._store.read_into(key, offset, view, shared=shared)
 
     def size(self, key: str) -> int:
         """See ``Store.size``."""

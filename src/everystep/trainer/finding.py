@@ -292,11 +292,11 @@ class RoutedSource:
         """Fill ``view`` from ``offset`` on of an object."""
         self._routes[number].read(offset, view)
 
-    def bytes_of(self, fetch: Fetch) -> memoryview:
+    def bytes_of(self, fetch: Fetch, *, shared: bool = False) -> memoryview:
         """The bytes of one fetch in a reused buffer."""
         route = self._routes[fetch.object]
         if route.key:
-            return self._buffers.read(self._store, route.key, fetch.offset, fetch.nbytes)
+            return self._buffers.read(self._store, route.key, fetch.offset, fetch.nbytes, shared=shared)
         taken = self._buffers.take(fetch.nbytes)
         route.read(fetch.offset, taken)
         return taken
@@ -495,10 +495,12 @@ def _try(world: World, reach: Reach, choice: Choice, apply: Callable[[Any], Rest
         if others and error is None:
             raise _PassedOver
 
-    threads = min(4, max(2, len(os.sched_getaffinity(0)) // len(reach.where.ranks)))
+    ranks = len(reach.where.ranks)
+    # More than cores: while some wait for the disk, others verify.
+    threads = min(8, max(2, 6 // ranks, len(os.sched_getaffinity(0)) // ranks))
     try:
         with world.agreeing(*_PASSED_OVER, _PassedOver), Buffers(nbytes=FETCH_NBYTES) as buffers, opened(choice, reach, buffers) as found:
-            reader = ManifestReader(*found, threads=threads, rank=world.rank)
+            reader = ManifestReader(*found, threads=threads, rank=world.rank, neighbours=ranks - 1)
             report = apply(_Asking(reader, fits))
             fits()
     except _PASSED_OVER as error:
