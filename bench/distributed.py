@@ -524,7 +524,7 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
         title = f"{size:g} GB"
         options: dict[str, Any] = {"shape": shape(size * GB), "folder": str(arguments.folder), "budget": None}
         if "steps" in PARTS:
-            engines = [name for name in ENGINES if not quick or name in ENGINES[:4]]
+            engines = [name for name in ENGINES if name in CHOSEN and (not quick or name in ENGINES[:4])]
             steps = {**options, "tokens": 64, "engines": engines, "rounds": rounds, "steps": 4 if quick else 6}
             training_rows(results, title, job("steps", 2, steps, arguments.folder))
         if "disk" in PARTS:
@@ -534,6 +534,7 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
 
 
 PARTS = ["steps", "disk", "memory"]
+CHOSEN = list(ENGINES)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
@@ -542,10 +543,13 @@ if __name__ == "__main__":
     own_options = argparse.ArgumentParser(add_help=False)
     own_options.add_argument("--sizes", help="GB of state, such as 1.5,4")
     own_options.add_argument("--parts", help="some of steps,disk,memory")
+    own_options.add_argument("--engines", help=f"what to measure beside none in steps, some of {', '.join(ENGINES[1:])}")
     chosen, rest = own_options.parse_known_args()
     sys.argv[1:] = rest
     if chosen.sizes:
         SIZES = {key: [float(size) for size in chosen.sizes.split(",")] for key in (True, False)}
     if chosen.parts:
         PARTS = chosen.parts.split(",")
+    if chosen.engines:
+        CHOSEN = ["none", *chosen.engines.split(",")]
     main("Many ranks: FSDP2 on two", measure)
