@@ -419,7 +419,9 @@ def rank(name: str, options: dict[str, Any], told: str) -> None:
     dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:
         pathlib.Path(told).write_text(json.dumps(gathered), encoding="ascii")
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # FSDP keeps gloo's threads alive; one that drops a tensor while the interpreter ends would abort the process
 
 
 # -- the benchmark ----------------------------------------------------------------------------------------------------------
