@@ -36,7 +36,7 @@ ENGINES = (
     "everystep disk",
     "DCP save",
     "DCP async thread",
-    "DCP async thread, reused stager",
+    "DCP async thread with a reused stager",
     "DCP async process",
 )
 RANK_TIMEOUT_S = 3600.0
@@ -554,4 +554,7 @@ if __name__ == "__main__":
         PARTS = chosen.parts.split(",")
     if chosen.engines:
         CHOSEN = ["none", *chosen.engines.split(",")]
+        unknown = [name for name in CHOSEN if name not in ENGINES]
+        if unknown:
+            own_options.error(f"--engines: {unknown[0]!r} is none of {', '.join(ENGINES[1:])}")
     main("Many ranks: FSDP2 on two", measure)

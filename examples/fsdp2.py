@@ -66,8 +66,11 @@ def main() -> None:
             checkpointer.save(step, state)
             if rank == 0:
                 print(f"step {step} loss {loss.item():.9g}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:  # also when a preemption ends the program: gloo's threads have to go before the interpreter does
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -201,7 +201,6 @@ class Buffers:
         return known
 
 
-
 def _around(nbytes: int) -> int:
     """Enough for ``nbytes`` from the start of a large page on, wherever the memory is."""
     return nbytes + _LARGE_PAGE
