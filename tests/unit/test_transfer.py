@@ -175,3 +175,32 @@ def test_imports_what_is_declared_alone():
     """What happens to be installed with torch is no dependency: storage is imported without it."""
     code = "import sys; sys.modules['typing_extensions'] = None; import everystep.transfer, everystep.repository"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_buffers_begin_at_large_pages_and_are_used_again():
+    """Wherever the kernel puts the memory: a buffer begins at a large page, also the next ones, and one that was given back comes again."""
+    with Buffers(nbytes=1 << 20) as buffers:
+        views = [buffers.take(1 << 20) for _ in range(5)]
+        assert [address(view) % (2 << 20) for view in views] == [0] * 5
+        where = address(views[0])
+        buffers.give_back(views[0])
+        assert address(buffers.take(1 << 19)) == where
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_store_hears_what_is_shared(shared):
+    """Whether others of the node want the bytes too reaches the store, which decides how to read."""
+    heard = []
+
+    class Hearing:
+        url = "hearing"
+
+        def size(self, key):
+            return 10
+
+        def read_into(self, key, offset, view, *, shared=False):
+            heard.append(shared)
+
+    with Buffers(nbytes=1 << 20) as buffers:
+        buffers.give_back(buffers.read(Hearing(), "x", 2, 5, shared=shared))
+    assert heard == [shared]
