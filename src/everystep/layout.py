@@ -19,13 +19,15 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from everystep.errors import LayoutError
-from everystep.manifest import TensorSpec
+from everystep.manifest import BLOCK_NBYTES, TensorSpec
 from everystep.plan import MAX_FILE_NBYTES, SavePlan, check_aliases, check_dtype, file_stems, lay_out, node_suffix
-from everystep.region import Region, missing, overlap, whole
+from everystep.region import Region, is_run, missing, overlap, span, whole
 from everystep.safetensors import DTYPES
 
 MIN_CUT_NBYTES = 1 << 20
 """A region is not cut between its replicas into pieces smaller than this."""
+MIN_BLOCK_NBYTES = 64 << 10
+"""Digest blocks are not made smaller than this to end where ranks' shares do: a read skips no smaller gap (``plan_restore``)."""
 
 
 class HeldTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -88,15 +90,19 @@ class _Cut:
 
 
 class _Share:
-    """What the ranks of one node write of a tensor: boxes in the order of their offsets, and who writes what into each."""
+    """What the ranks of one node write of a tensor: boxes in the order of their offsets, and who writes what into each.
 
-    __slots__ = ("boxes", "writes")
+    ``runs``: by box, how many elements long the equal runs are into which its writers divide it; 0: they do not.
+    """
+
+    __slots__ = ("boxes", "runs", "writes")
 
     def __init__(self, writes: Sequence[tuple[int, Region]]) -> None:
         self.boxes = merge_boxes([region for _, region in writes])
         self.writes: list[list[tuple[int, Region]]] = [[] for _ in self.boxes]
         for rank, region in writes:
             self.writes[_box_with(self.boxes, region.offsets)].append((rank, region))
+        self.runs = [_run(box, [region for _, region in of_box]) for box, of_box in zip(self.boxes, self.writes, strict=True)]
 
 
 class _Tensor:
@@ -352,15 +358,21 @@ def _plan_node(
     """Lay out what the node's ranks write, and tell each its copies."""
     tensor_of: list[int] = []
     regions: list[Region] = []
+    blocks: list[int] = []
     copied: list[tuple[dict[int, int], list[tuple[int, Region]]]] = []
     for number, (tensor, share) in enumerate(shares):
         tensor_of += [number] * len(share.boxes)
         regions += share.boxes
+        itemsize = DTYPES[tensor.spec.dtype]
+        blocks += [_block(run * itemsize, itemsize) for run in share.runs]
         copied += [(tensor.index_at, writes) for writes in share.writes]
     own = [tensor.spec for tensor, _ in shares]
     names = {spec.name for spec in own}
     known = {alias: name for alias, name in aliases.items() if name in names}
-    plan, pieces = lay_out(own, tensor_of, regions, aliases=known, max_file_nbytes=max_file_nbytes, stems=stems, suffix=suffix)
+    plan, pieces = lay_out(
+        own, tensor_of, regions, aliases=known, max_file_nbytes=max_file_nbytes, stems=stems, suffix=suffix,
+        blocks=blocks if any(blocks) else (),
+    )  # fmt: skip
     copies: dict[int, list[SlabCopy]] = {rank: [] for rank in ranks}
     for number, (placement, piece) in enumerate(zip(plan.placements, pieces, strict=True)):
         if placement.nbytes:
@@ -368,6 +380,26 @@ def _plan_node(
             for rank, region in writes:
                 copies[rank].append(SlabCopy(index_at[rank], number, region))
     return NodePlan(plan, {rank: tuple(found) for rank, found in copies.items()})
+
+
+def _run(box: Region, regions: Sequence[Region]) -> int:
+    """The length of the runs in which ``regions`` fill the box, all alike but perhaps the last; 0 for one region, and when it is not so."""
+    if len(regions) < 2:
+        return 0
+    inside = [region.relative_to(box.offsets) for region in regions]
+    if not all(is_run(box.sizes, one) for one in inside):
+        return 0
+    spans = sorted(span(box.sizes, one) for one in inside)
+    run = spans[0][1]
+    return run if all(begin == at * run and end <= begin + run for at, (begin, end) in enumerate(spans)) else 0
+
+
+def _block(run_nbytes: int, itemsize: int) -> int:
+    """Digest blocks that divide a rank's share, so that a rank which restores just that reads nothing of its neighbours'; 0: as usual."""
+    if run_nbytes < MIN_BLOCK_NBYTES:
+        return 0
+    least = -(-run_nbytes // BLOCK_NBYTES)
+    return next((run_nbytes // count for count in range(least, 4 * least) if run_nbytes % (count * itemsize) == 0), 0)
 
 
 def _box_with(boxes: Sequence[Region], at: tuple[int, ...]) -> int:

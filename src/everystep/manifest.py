@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from everystep.safetensors import DTYPES
 
 FORMAT = 1
 BLOCK_NBYTES = 4 << 20
-"""A shard larger than this has one digest for each block of this many bytes, counted from the shard's start."""
+"""A shard has one digest for each block of at most this many bytes, counted from its start."""
 
 DIGEST_LEN = 32
 
@@ -56,6 +56,19 @@ class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False):
     offset: int
     nbytes: int
     digests: tuple[str, ...]
+    block: int = 0
+    """Bytes of a digest block where they are not ``BLOCK_NBYTES``: so that blocks end where the ranks' shares do."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """How many bytes each digest is for; the last one may be for fewer."""
+        return self.block or BLOCK_NBYTES
+
+    def blocks(self) -> Iterator[tuple[int, int, str]]:
+        """(begin in the shard, length, digest) of each block."""
+        size = self.block or BLOCK_NBYTES
+        for number, word in enumerate(self.digests):
+            yield number * size, min(size, self.nbytes - number * size), word
 
 
 ALONE = (0,)
@@ -119,17 +132,18 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digest_count(nbytes: int) -> int:
-    """How many digests a shard of ``nbytes`` has: one for each begun block, at least one."""
-    return max(1, -(-nbytes // BLOCK_NBYTES))
+def digest_count(nbytes: int, block: int = 0) -> int:
+    """How many digests a shard of ``nbytes`` has: one for each begun block (``Shard.block``), at least one."""
+    return max(1, -(-nbytes // (block or BLOCK_NBYTES)))
 
 
-def block_digests(data: memoryview) -> tuple[str, ...]:
-    """Digest of each ``BLOCK_NBYTES`` block of a shard (one digest, also for an empty shard, up to one block)."""
-    if data.nbytes <= BLOCK_NBYTES:
+def block_digests(data: memoryview, block: int = 0) -> tuple[str, ...]:
+    """Digest of each block (``Shard.block``) of a shard (one digest, also for an empty shard, up to one block)."""
+    size = block or BLOCK_NBYTES
+    if data.nbytes <= size:
         return (digest(data),)
     flat = data.cast("B") if data.format != "B" or data.ndim != 1 else data
-    return tuple(digest(flat[at : at + BLOCK_NBYTES]) for at in range(0, flat.nbytes, BLOCK_NBYTES))
+    return tuple(digest(flat[at : at + size]) for at in range(0, flat.nbytes, size))
 
 
 # -- records ------------------------------------------------------------------------------------------------------------
@@ -403,7 +417,7 @@ def merge(parts: list[Part]) -> Manifest:
         for shard in part.shards:
             if not (0 <= shard.tensor < len(to_tensor) and 0 <= shard.object < len(to_object)):
                 raise _contradiction(part, f"node {part.node} has a shard of a tensor or file that it does not list")
-            shards.append(Shard(to_tensor[shard.tensor], shard.region, to_object[shard.object], shard.offset, shard.nbytes, shard.digests))
+            shards.append(msgspec.structs.replace(shard, tensor=to_tensor[shard.tensor], object=to_object[shard.object]))
     shards.sort(key=_shard_order)
     manifest = Manifest(
         step=first.step, attempt=first.attempt, nodes=first.nodes, saved_at=max(part.saved_at for part in ordered),
@@ -485,7 +499,7 @@ def _one_copy(shards: list[Shard]) -> list[Shard]:
     for shard in shards:
         if kept:
             last = kept[-1]
-            if last.tensor == shard.tensor and last.region == shard.region and last.digests == shard.digests:
+            if last.tensor == shard.tensor and last.region == shard.region and (last.block, last.digests) == (shard.block, shard.digests):
                 continue
         kept.append(shard)
     return kept
@@ -567,7 +581,9 @@ def _check_shards(manifest: Manifest) -> list[Region | list[Region] | None]:
                 f"of {stored.key!r} ({stored.header_nbytes}:{stored.nbytes})",
                 key=spec.name,
             )
-        if len(shard.digests) != digest_count(shard.nbytes) or any(len(word) != DIGEST_LEN for word in shard.digests):
+        if shard.block and (not 0 < shard.block <= BLOCK_NBYTES or shard.block % DTYPES[spec.dtype]):
+            raise _unsound(manifest, f"region {region} of {spec.name!r} has digest blocks of {shard.block} bytes", key=spec.name)
+        if len(shard.digests) != digest_count(shard.nbytes, shard.block) or any(len(word) != DIGEST_LEN for word in shard.digests):
             raise _unsound(
                 manifest, f"region {region} of {spec.name!r} has {len(shard.digests)} digests for {shard.nbytes} bytes", key=spec.name
             )

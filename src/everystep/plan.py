@@ -28,6 +28,8 @@ class Placement(msgspec.Struct, frozen=True, array_like=True, gc=False):
     region: Region
     slab_offset: int
     nbytes: int
+    block: int = 0
+    """Bytes of a digest block, as in ``Shard``."""
 
 
 class PlannedFile(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +124,7 @@ def lay_out(
     max_file_nbytes: int = MAX_FILE_NBYTES,
     stems: Mapping[str, str] | None = None,
     suffix: str = "",
+    blocks: Sequence[int] = (),
 ) -> tuple[SavePlan, list[int]]:
     """Lay the pieces of one node out in files by group: ``<stem><suffix>-00001-of-0000N.safetensors``.
 
@@ -132,7 +135,7 @@ def lay_out(
     file bears the module's own names; of what is not a whole tensor, ``<name>@<offsets>``.
 
     ``stems`` are the words for groups in file names (default: ``file_stems`` of the groups that occur), ``suffix`` what follows them: it
-    tells apart the files of several nodes.
+    tells apart the files of several nodes. ``blocks`` are the pieces' digest blocks in bytes (``Shard.block``), if they are not all 0.
 
     Returns:
         The plan, and which piece each placement is.
@@ -170,7 +173,14 @@ def lay_out(
             header = safetensors.header(entries, _metadata(group, members[first:last], entries, shapes, shards, tied))
             base = slab_offset + len(header)
             placements += [
-                Placement(tensor_of[piece], len(files), regions[piece], base + entry.begin, entry.end - entry.begin)
+                Placement(
+                    tensor_of[piece],
+                    len(files),
+                    regions[piece],
+                    base + entry.begin,
+                    entry.end - entry.begin,
+                    blocks[piece] if blocks else 0,
+                )
                 for (_, _, piece, _), entry in zip(members[first:last], entries, strict=True)
             ]
             pieces += [piece for _, _, piece, _ in members[first:last]]
@@ -179,7 +189,7 @@ def lay_out(
             slab_offset += -(-(len(header) + at) // ALIGN) * ALIGN
     specs = tuple(tensors)
     known = dict(sorted(aliases.items()))
-    content = msgspec.msgpack.encode((specs, files, known))
+    content = msgspec.msgpack.encode((specs, files, known, blocks))
     plan = SavePlan(
         id=digest(content), tensors=specs, files=tuple(files), placements=tuple(placements), aliases=known, nbytes=max(slab_offset, ALIGN)
     )
@@ -332,8 +342,8 @@ def slab_part(
     )
     begins = [file.slab_offset for file in plan.files]
     shards = tuple(
-        Shard(placement.tensor, placement.region, placement.file, placement.slab_offset - begins[placement.file], placement.nbytes, words)
-        for placement, words in zip(plan.placements, digests, strict=True)
+        Shard(one.tensor, one.region, one.file, one.slab_offset - begins[one.file], one.nbytes, words, one.block)
+        for one, words in zip(plan.placements, digests, strict=True)
     )
     return Part(
         step=step,
@@ -368,8 +378,9 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def digests(self, manifest: Manifest) -> tuple[str, ...]:
         """What ``block_digests`` of the piece's bytes must be."""
-        known = manifest.shards[self.shard].digests
-        return known if len(known) == 1 else known[self.begin // BLOCK_NBYTES : -(-self.end // BLOCK_NBYTES)]
+        shard = manifest.shards[self.shard]
+        known, block = shard.digests, shard.block_nbytes
+        return known if len(known) == 1 else known[self.begin // block : -(-self.end // block)]
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
@@ -502,8 +513,9 @@ def _cover(manifest: Manifest, name: str, region: Region, numbers: Sequence[int]
         parts.append(common)
         itemsize = shard.nbytes // shard.region.numel
         first, last = span(shard.region.sizes, common.relative_to(shard.region.offsets))
-        begin = first * itemsize // BLOCK_NBYTES * BLOCK_NBYTES
-        found.append((number, begin, min(-(-last * itemsize // BLOCK_NBYTES) * BLOCK_NBYTES, shard.nbytes)))
+        block = shard.block_nbytes
+        begin = first * itemsize // block * block
+        found.append((number, begin, min(-(-last * itemsize // block) * block, shard.nbytes)))
     pair = overlap(parts)
     if pair:
         raise CorruptionError(
@@ -518,7 +530,7 @@ def _cover(manifest: Manifest, name: str, region: Region, numbers: Sequence[int]
     return found
 
 
-def _ranges(needed: _Needed | list[_Needed], limit: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+def _ranges(needed: _Needed | list[_Needed], limit: int, block: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """The union of a shard's needed ranges, cut to at most ``limit`` bytes at block boundaries, with the targets that need some of each."""
     if not isinstance(needed, list):
         if needed[1] - needed[0] <= limit:
@@ -526,7 +538,7 @@ def _ranges(needed: _Needed | list[_Needed], limit: int) -> Iterator[tuple[int, 
             return
         needed = [needed]
     needed.sort()
-    step = limit // BLOCK_NBYTES * BLOCK_NBYTES
+    step = max(limit // block, 1) * block
     position = 0
     while position < len(needed):
         begin, end, _ = needed[position]
@@ -547,7 +559,7 @@ def _fetches(
     object_ = start = stop = -1
     for number in order:
         shard = shards[number]
-        for begin, end, targets in _ranges(needs[number], limit):
+        for begin, end, targets in _ranges(needs[number], limit, shard.block_nbytes):
             offset = shard.offset + begin
             if pieces and (shard.object != object_ or offset < start or offset - stop > gap or shard.offset + end - start > limit):
                 yield Fetch(object_, start, stop - start, tuple(pieces))

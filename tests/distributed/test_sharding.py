@@ -223,7 +223,7 @@ def save(state: dict[str, Any], folder: Path, rank: int, world: int) -> None:
         part = slab_part(
             node.plan, step=1, attempt=1, node=0, nodes=1, saved_at=0.0, values=values, metrics={}, world=world, ranks=tuple(range(world)), by_rank=by_rank,
             object_key={file.name: file.name for file in node.plan.files}, header_digests=[digest(file.header) for file in node.plan.files],
-            digests=[block_digests(view[one.slab_offset : one.slab_offset + one.nbytes]) for one in node.plan.placements],
+            digests=[block_digests(view[one.slab_offset : one.slab_offset + one.nbytes], one.block) for one in node.plan.placements],
         )  # fmt: skip
         manifest = merge([part])
         where = {file.name: file.slab_offset for file in node.plan.files}

@@ -188,6 +188,10 @@ BAD_MANIFESTS = {
     "a digest too few": with_shard(2, digests=(DIGEST,) * 2),
     "a digest too many": with_shard(0, digests=(DIGEST,) * 2),
     "half a digest": with_shard(0, digests=("0" * 16,)),
+    "digest blocks of no size": with_shard(2, block=-1),
+    "digest blocks larger than a reader's buffer": with_shard(2, block=9 << 20, digests=(DIGEST,)),
+    "digest blocks that cut elements": with_shard(0, block=6, digests=(DIGEST,) * 2),
+    "a digest too few for its blocks": with_shard(2, block=3 << 20, digests=(DIGEST,) * 2),
     "header beyond the object": with_object(header_nbytes=1 << 40),
     "negative header": with_object(header_nbytes=-1),
     "object twice": manifest(objects=manifest().objects * 2),
@@ -198,6 +202,8 @@ BAD_MANIFESTS = {
 def test_the_manifest_the_bad_ones_are_made_of_is_sound():
     """The table below changes one thing each; unchanged, the manifest is sound."""
     check(manifest())
+    check(with_shard(2, block=3 << 20))
+    check(with_shard(0, block=4, digests=(DIGEST,) * 3))
     assert BLOCK_NBYTES == 4 << 20
 
 

@@ -27,8 +27,9 @@ DTYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64}
 def sizes(request, monkeypatch):
     """Once with such small limits that replicas share most tensors and shards have several digests, once as they are."""
     monkeypatch.setattr(layouts, "MIN_CUT_NBYTES", request.param[0])
-    for module in (manifests, plans):
+    for module in (manifests, plans, layouts):
         monkeypatch.setattr(module, "BLOCK_NBYTES", request.param[1])
+    monkeypatch.setattr(layouts, "MIN_BLOCK_NBYTES", min(layouts.MIN_BLOCK_NBYTES, request.param[0]))
 
 
 def box_of(array, region):
@@ -150,7 +151,7 @@ def parts_of(node_plans, slabs, node_of, documents):
         values, by_rank = join_documents({rank: documents[rank] for rank in ranks})
         part = slab_part(
             plan, step=1, attempt=1, node=node, nodes=len(node_plans), saved_at=0.0, values=values, metrics={}, object_key={file.name: f"data/x/{file.name}" for file in plan.files},
-            digests=[block_digests(view[p.slab_offset : p.slab_offset + p.nbytes]) for p in plan.placements], header_digests=[digest(file.header) for file in plan.files],
+            digests=[block_digests(view[p.slab_offset : p.slab_offset + p.nbytes], p.block) for p in plan.placements], header_digests=[digest(file.header) for file in plan.files],
             world=len(node_of), ranks=ranks, by_rank=by_rank, shared=True,
         )  # fmt: skip
         parts.append(decode("part", encode("part", part), Part, key="k"))
@@ -166,7 +167,7 @@ def restore(manifest, objects, wanted, arrays, fetch_nbytes):
         data = objects[manifest.objects[fetch.object].key][fetch.offset : fetch.offset + fetch.nbytes]
         for piece in fetch.pieces:
             of_piece = data[piece.at : piece.at + piece.end - piece.begin]
-            assert block_digests(memoryview(of_piece)) == piece.digests(manifest)
+            assert block_digests(memoryview(of_piece), manifest.shards[piece.shard].block) == piece.digests(manifest)
             for copy in place(manifest, piece, wanted):
                 box = np.frombuffer(of_piece[copy.offset : copy.offset + copy.nbytes], targets[copy.target].dtype).reshape(copy.sizes)
                 box_of(targets[copy.target], copy.destination)[...] = box_of(box, copy.source)

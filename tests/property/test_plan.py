@@ -71,7 +71,8 @@ def checkpoints(draw):
                 continue
             files[node] += b"\xee" * draw(st.integers(0, 3))
             data = box_of(arrays[name], region).tobytes()
-            shards.append(Shard(tensors.index(spec), region, 0, len(files[node]), len(data), block_digests(memoryview(data))))
+            block = draw(st.integers(0, 4)) * np.dtype(DTYPES[dtype]).itemsize
+            shards.append(Shard(tensors.index(spec), region, 0, len(files[node]), len(data), block_digests(memoryview(data), block), block))
             files[node] += data
     parts = [
         Part(step=1, attempt=1, node=node, nodes=nodes, saved_at=0.0, tensors=tuple(tensors), objects=(StoredObject(f"data/{node}", len(files[node]), 8, "0" * 32),),
@@ -92,7 +93,7 @@ def restore(manifest, objects, wanted, arrays, **limits):
         assert len(data) == fetch.nbytes
         for piece in fetch.pieces:
             piece_data = data[piece.at : piece.at + piece.end - piece.begin]
-            assert block_digests(memoryview(piece_data)) == piece.digests(manifest)
+            assert block_digests(memoryview(piece_data), manifest.shards[piece.shard].block) == piece.digests(manifest)
             for copy in place(manifest, piece, wanted):
                 target = targets[copy.target]
                 box = np.frombuffer(piece_data[copy.offset : copy.offset + copy.nbytes], target.dtype).reshape(copy.sizes)
@@ -143,8 +144,8 @@ def test_only_needed_shards_are_read(checkpoint, data):
             shard = manifest.shards[piece.shard]
             assert manifest.tensors[shard.tensor].name == name
             assert region.intersect(shard.region) is not None
-            assert piece.begin % manifests.BLOCK_NBYTES == 0
-            assert piece.end == shard.nbytes or piece.end % manifests.BLOCK_NBYTES == 0
+            assert piece.begin % shard.block_nbytes == 0
+            assert piece.end == shard.nbytes or piece.end % shard.block_nbytes == 0
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)

@@ -268,7 +268,7 @@ def test_any_layout_is_staged_and_read_as_any_other(layout, together, direct, dt
         parts.append(slab_part(
             node.plan, step=1, attempt=1, node=number, nodes=nodes, saved_at=0.0, values=b'{"state":{"dict":[]}}', metrics={}, world=len(held), ranks=ranks,
             object_key={file.name: file.name for file in node.plan.files}, header_digests=[digest(file.header) for file in node.plan.files],
-            digests=[block_digests(slab[one.slab_offset : one.slab_offset + one.nbytes]) for one in node.plan.placements],
+            digests=[block_digests(slab[one.slab_offset : one.slab_offset + one.nbytes], one.block) for one in node.plan.placements],
         ))  # fmt: skip
     manifest = merge(parts)
     reader = ManifestReader(manifest, SlabSource([slabs[stored.key] for stored in manifest.objects], direct=direct), threads=1)

@@ -300,7 +300,7 @@ def test_hashing_for_a_reader_holds_up_nothing_else(trainer, monkeypatch):
     one.wait("committed", 1)
     one.save(2)
 
-    def digests(view):
+    def digests(view, block=0):
         hashing.set()
         assert gate.wait(10)
         return block_digests(view)

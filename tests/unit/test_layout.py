@@ -11,8 +11,8 @@ import safetensors.numpy
 
 from everystep.errors import LayoutError
 from everystep.layout import HeldTensor, RankLayout, SlabCopy, merge_boxes, plan_world
-from everystep.manifest import Manifest, TensorSpec, block_digests, decode, digest, encode, merge
-from everystep.plan import plan_save, slab_part
+from everystep.manifest import BLOCK_NBYTES, Manifest, TensorSpec, block_digests, decode, digest, encode, merge
+from everystep.plan import plan_restore, plan_save, slab_part
 from everystep.region import Region, whole
 
 MIB = 1 << 20
@@ -63,6 +63,16 @@ def files(node_plan, slab):
     return {file.name: safetensors.numpy.load(slab[file.slab_offset : file.slab_offset + file.nbytes]) for file in node_plan.plan.files}
 
 
+def part_of(node_plan, slab, *, node=0, nodes=1, world=1, ranks=(0,)):
+    """What a node's agent tells of a filled slab."""
+    plan, view = node_plan.plan, memoryview(slab)
+    return slab_part(
+        plan, step=1, attempt=1, node=node, nodes=nodes, saved_at=0.0, values=b"{}", metrics={}, object_key={file.name: f"data/x/{file.name}" for file in plan.files},
+        digests=[block_digests(view[p.slab_offset : p.slab_offset + p.nbytes], p.block) for p in plan.placements],
+        header_digests=[digest(file.header) for file in plan.files], world=world, ranks=ranks,
+    )  # fmt: skip
+
+
 def written(node_plans, layouts):
     """Bytes that each rank copies."""
     found = [0] * len(layouts)
@@ -97,6 +107,32 @@ def test_shards_of_one_node_become_whole_tensors(size, cut):
     assert list(found["model-00001-of-00001.safetensors"]) == ["w"]
     assert np.array_equal(found["model-00001-of-00001.safetensors"]["w"], array)
     assert [placement.region for placement in node_plan.plan.placements] == [whole(shape)]
+
+
+@pytest.mark.parametrize(("shape", "count"), [((1024, 1024), 2), ((16, 1 << 20), 2), ((4096, 1000), 4), ((1000, 1000), 3), ((7, MIB), 3), ((64, 4096), 2), ((257, 2049), 2)])
+def test_a_rank_that_restores_its_own_share_reads_nothing_else(shape, count):
+    """Digest blocks end where the ranks' rows do: for few large rows, many small ones, and uneven ones."""
+    held = chunks(shape[0], count)
+    layouts = world(*((0, {spec("model.w", shape): [rows(shape, *ends)]}) for ends in held))
+    [node_plan] = plan_world(layouts)
+    [placement] = node_plan.plan.placements
+    assert 0 < placement.block <= BLOCK_NBYTES
+    manifest = merge([part_of(node_plan, fill(node_plan, layouts, {"model.w": np.arange(np.prod(shape), dtype=np.float32).reshape(shape)}), world=count, ranks=tuple(range(count)))])
+    for begin, end in held:
+        assert plan_restore(manifest, [("model.w", rows(shape, begin, end))]).nbytes == (end - begin) * 4 * shape[1]
+    assert len(manifest.shards[0].digests) <= count * -(-placement.nbytes // count // BLOCK_NBYTES) + 1
+
+
+def test_blocks_stay_as_they_are_where_nothing_is_won():
+    """One writer, columns, and rows too small to be worth a digest; and the plan's id tells plans of other blocks apart."""
+    for held in ([whole((2048, 1024))], [columns((2048, 1024), 0, 512), columns((2048, 1024), 512, 1024)]):
+        [node_plan] = plan_world(world(*((0, {spec("model.w", (2048, 1024)): [region]}) for region in held)))
+        assert [placement.block for placement in node_plan.plan.placements] == [0]
+    [small] = plan_world(world(*((0, {spec("model.w", (64, 64)): [rows((64, 64), *ends)]}) for ends in chunks(64, 2))))
+    assert [placement.block for placement in small.plan.placements] == [0]
+    [two], [four] = (plan_world(world(*((0, {spec("model.w", (2048, 1024)): [rows((2048, 1024), *ends)]}) for ends in chunks(2048, n)))) for n in (2, 4))
+    assert (two.plan.files, two.plan.id) != (four.plan.files, four.plan.id)
+    assert two.plan.files == four.plan.files
 
 
 def test_strided_shards():
@@ -176,14 +212,7 @@ def test_two_replica_groups_store_one_copy():
     arrays = {name: np.arange(at, MIB + at, dtype=np.float32).reshape(shape) for at, name in enumerate(names)} | {"model.bias": np.arange(16, dtype=np.float32)}
     parts = []
     for node, node_plan in enumerate(node_plans):
-        plan, slab = node_plan.plan, memoryview(fill(node_plan, layouts, arrays))
-        parts.append(
-            slab_part(
-                plan, step=1, attempt=1, node=node, nodes=2, saved_at=0.0, values=b"{}", metrics={}, object_key={file.name: f"data/x/{file.name}" for file in plan.files},
-                digests=[block_digests(slab[p.slab_offset : p.slab_offset + p.nbytes]) for p in plan.placements], header_digests=[digest(file.header) for file in plan.files],
-                world=8, ranks=tuple(range(4 * node, 4 * node + 4)),
-            )
-        )  # fmt: skip
+        parts.append(part_of(node_plan, fill(node_plan, layouts, arrays), node=node, nodes=2, world=8, ranks=tuple(range(4 * node, 4 * node + 4))))
     manifest = merge(parts)
     assert sum(shard.nbytes for shard in manifest.shards) == sum(array.nbytes for array in arrays.values())
     assert decode("manifest", encode("manifest", manifest), Manifest, key="k") == manifest

@@ -41,7 +41,7 @@ def manifest_of(plan, slab, **changes):
     view = memoryview(slab)
     part = slab_part(
         plan, step=3, attempt=1, node=0, nodes=1, saved_at=9.0, values=b"{}", metrics={"loss": 0.5}, object_key={file.name: f"data/x/{file.name}" for file in plan.files},
-        digests=[block_digests(view[p.slab_offset : p.slab_offset + p.nbytes]) for p in plan.placements], header_digests=[digest(file.header) for file in plan.files],
+        digests=[block_digests(view[p.slab_offset : p.slab_offset + p.nbytes], p.block) for p in plan.placements], header_digests=[digest(file.header) for file in plan.files],
     )  # fmt: skip
     return merge([part])
 

@@ -412,9 +412,8 @@ def ranges_to_verify(part: Part, file_offsets: tuple[int, ...]) -> Iterator[tupl
         end = part.objects[shard.object].nbytes if 0 <= shard.object < len(part.objects) else -1
         if shard.offset < 0 or shard.nbytes < 0 or shard.offset + shard.nbytes > end:
             raise CorruptionError(f"a shard of the part of node {part.node} lies outside of its file", step=part.step, kind="bounds")
-        if len(shard.digests) != digest_count(shard.nbytes):
+        if not 0 <= shard.block <= BLOCK_NBYTES or len(shard.digests) != digest_count(shard.nbytes, shard.block):
             raise CorruptionError(f"a shard of the part of node {part.node} has {len(shard.digests)} digests", step=part.step, kind="part")
         begin = file_offsets[shard.object] + shard.offset
-        for number, word in enumerate(shard.digests):
-            at = number * BLOCK_NBYTES
-            yield begin + at, min(BLOCK_NBYTES, shard.nbytes - at), word
+        for at, nbytes, word in shard.blocks():
+            yield begin + at, nbytes, word

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from everystep.agent import messages
 from everystep.errors import AgentError
-from everystep.manifest import Part, block_digests, digest, encode, join_documents
+from everystep.manifest import BLOCK_NBYTES, Part, block_digests, digest, encode, join_documents
 from everystep.plan import ALIGN, SavePlan, slab_part
 from everystep.repository import CheckpointKey, Repository
 
@@ -69,7 +69,7 @@ class Snapshot:
         """Block digests by placement, and header digests by file."""
         with self._hashing:
             if self._digests is None:
-                blocks = [block_digests(self.view[p.slab_offset : p.slab_offset + p.nbytes]) for p in self.plan.placements]
+                blocks = [block_digests(self.view[p.slab_offset : p.slab_offset + p.nbytes], p.block) for p in self.plan.placements]
                 heads = [digest(self.view[f.slab_offset : f.slab_offset + len(f.header)]) for f in self.plan.files]
                 self._digests = blocks, heads
             return self._digests
@@ -102,7 +102,8 @@ def check_plan(plan: SavePlan) -> None:
     inside = all(at >= 0 and nbytes >= 0 and at + nbytes <= plan.nbytes for at, nbytes in ranges)
     heads = all(len(file.header) <= file.nbytes for file in plan.files)
     files = all(0 <= placement.file < len(plan.files) for placement in plan.placements)
-    if not (inside and heads and files and plan.nbytes > 0 and plan.nbytes % ALIGN == 0):
+    sound = all(0 <= placement.block <= BLOCK_NBYTES for placement in plan.placements)
+    if not (inside and heads and files and sound and plan.nbytes > 0 and plan.nbytes % ALIGN == 0):
         raise AgentError(f"plan {plan.id!r} does not fit its slab of {plan.nbytes:,} bytes", kind="protocol")
 
 

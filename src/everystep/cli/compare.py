@@ -107,10 +107,10 @@ def _same(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b  # stored JSON: NaN is a tagged text there, and 1, 1.0 and True are not the same
 
 
-def _digests(manifest: Manifest) -> dict[str, list[tuple[object, int, tuple[str, ...]]]]:
-    found: dict[str, list[tuple[object, int, tuple[str, ...]]]] = {spec.name: [] for spec in manifest.tensors}
+def _digests(manifest: Manifest) -> dict[str, list[tuple[object, int, int, tuple[str, ...]]]]:
+    found: dict[str, list[tuple[object, int, int, tuple[str, ...]]]] = {spec.name: [] for spec in manifest.tensors}
     for shard in sorted(manifest.shards, key=lambda shard: (shard.tensor, shard.region.offsets)):
-        found[manifest.tensors[shard.tensor].name].append((shard.region, shard.nbytes, shard.digests))
+        found[manifest.tensors[shard.tensor].name].append((shard.region, shard.nbytes, shard.block, shard.digests))
     return found
 
 

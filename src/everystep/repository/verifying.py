@@ -9,7 +9,7 @@ from collections.abc import Container, Generator, Iterator, Sequence
 import msgspec
 
 from everystep.errors import CheckpointError, CorruptionError, NotFoundError, TransientStoreError
-from everystep.manifest import BLOCK_NBYTES, Manifest, Part, Shard, decode, digest, document_of_rank, encode, merge
+from everystep.manifest import Manifest, Part, Shard, decode, digest, document_of_rank, encode, merge
 from everystep.repository.records import UNREADABLE
 from everystep.store import Store
 from everystep.transfer import Buffers, Transfer
@@ -75,8 +75,8 @@ def _agrees(part: Part, manifest: Manifest) -> bool:
     if not part.aliases.items() <= manifest.aliases.items() or not part.metrics.items() <= manifest.metrics.items():
         return False
     # Of a region that several nodes stored the manifest has one copy.
-    known = {(manifest.tensors[shard.tensor].name, shard.region, shard.digests) for shard in manifest.shards}
-    if any((part.tensors[shard.tensor].name, shard.region, shard.digests) not in known for shard in part.shards):
+    known = {(manifest.tensors[shard.tensor].name, shard.region, shard.block, shard.digests) for shard in manifest.shards}
+    if any((part.tensors[shard.tensor].name, shard.region, shard.block, shard.digests) not in known for shard in part.shards):
         return False
     return all(_document(part, rank) == _document(manifest, rank) for rank in part.ranks)
 
@@ -120,9 +120,7 @@ def _wrong_bytes(
     pieces = [(0, stored.header_nbytes, stored.header_digest, "its header")]
     for shard in shards:
         what = f"tensor {manifest.tensors[shard.tensor].name!r}"
-        for index, expected in enumerate(shard.digests):
-            begin = index * BLOCK_NBYTES
-            pieces.append((shard.offset + begin, min(BLOCK_NBYTES, shard.nbytes - begin), expected, what))
+        pieces += [(shard.offset + begin, nbytes, expected, what) for begin, nbytes, expected in shard.blocks()]
     pieces.sort(key=lambda piece: piece[:2])
 
     def job(run: Sequence[tuple[int, int, str, str]]) -> str:

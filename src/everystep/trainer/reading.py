@@ -12,7 +12,7 @@ import torch
 from everystep import values
 from everystep.agent.client import TakenSnapshot
 from everystep.errors import CorruptionError, NotFoundError
-from everystep.manifest import BLOCK_NBYTES, Manifest, TensorSpec, digest, document_of_rank
+from everystep.manifest import Manifest, TensorSpec, digest, document_of_rank
 from everystep.plan import Copy, Fetch, Piece, place, plan_restore
 from everystep.region import Region, whole
 from everystep.repository import Repository
@@ -140,8 +140,8 @@ class ManifestReader:
             for piece, window in zip(fetch.pieces, windows, strict=True):
                 if window is not None:
                     shard = self._manifest.shards[piece.shard]
-                    for at in range(0, len(window), BLOCK_NBYTES):
-                        block = window[at : at + BLOCK_NBYTES]
+                    for at in range(0, len(window), shard.block_nbytes):
+                        block = window[at : at + shard.block_nbytes]
                         self._source.read_into(shard.object, shard.offset + piece.begin + at, block)
                         self._check(piece, block, at)
 
@@ -150,8 +150,9 @@ class ManifestReader:
             try:
                 for piece in fetch.pieces:
                     data = view[piece.at : piece.at + piece.end - piece.begin]
-                    for at in range(0, max(len(data), 1), BLOCK_NBYTES):
-                        self._check(piece, data[at : at + BLOCK_NBYTES], at)
+                    size = self._manifest.shards[piece.shard].block_nbytes
+                    for at in range(0, max(len(data), 1), size):
+                        self._check(piece, data[at : at + size], at)
                     self._place(piece, data, targets, regions)
                     data.release()
             finally:
@@ -190,7 +191,7 @@ class ManifestReader:
 
     def _check(self, piece: Piece, block: memoryview, at: int) -> None:
         shard = self._manifest.shards[piece.shard]
-        if digest(block) != shard.digests[(piece.begin + at) // BLOCK_NBYTES]:
+        if digest(block) != shard.digests[(piece.begin + at) // shard.block_nbytes]:
             spec, stored = self._manifest.tensors[shard.tensor], self._manifest.objects[shard.object]
             where = f"{stored.key!r} at byte {shard.offset + piece.begin + at}"
             message = f"tensor {spec.name!r} of step {self.step} is corrupt in {where}"
