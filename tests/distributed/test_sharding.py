@@ -183,13 +183,13 @@ def save(state: dict[str, Any], folder: Path, rank: int, world: int) -> None:
     import msgspec
     import torch.distributed as dist
 
+    from everystep.foreign.dtypes import DTYPES
     from everystep.layout import HeldTensor, RankLayout, plan_world
     from everystep.manifest import block_digests, digest, encode, join_documents, merge
     from everystep.plan import slab_part
     from everystep.region import whole
     from everystep.trainer.staging import SlabViews, Stager
     from everystep.trainer.state import StateCollector
-    from everystep.trainer.tensors import DTYPES
 
     collector = StateCollector()
     collector.rank_suffix, collector.replicated = f"@rank-{rank:05d}", ["shared.*"]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from everystep.errors import CorruptionError
-from everystep.integrations.dcp.unpickling import Place, unpickled
+from everystep.foreign.unpickling import Place, unpickled
 from everystep.region import Region
 
 

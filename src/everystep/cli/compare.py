@@ -117,8 +117,8 @@ def _digests(manifest: Manifest) -> dict[str, list[tuple[object, int, int, tuple
 def _read(reader: ManifestReader, name: str, spec: TensorSpec) -> torch.Tensor:
     import torch
 
+    from everystep.foreign.dtypes import DTYPES
     from everystep.trainer.restoring import Wanted
-    from everystep.trainer.tensors import DTYPES
 
     tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
     reader.read([Wanted(name, tensor)])

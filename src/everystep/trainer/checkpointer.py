@@ -31,6 +31,7 @@ from everystep.errors import (
     StoreError,
     rebuild,
 )
+from everystep.foreign.dtypes import DTYPES
 from everystep.plan import SavePlan
 from everystep.policy import Cadence, Keep
 from everystep.repository import CheckpointKey
@@ -44,7 +45,6 @@ from everystep.trainer.preemption import Preemption, PreemptionReport, Request, 
 from everystep.trainer.restoring import TensorReader
 from everystep.trainer.staging import SlabViews, Stager, Staging
 from everystep.trainer.state import RestoreReport, StateCollector, restore_into
-from everystep.trainer.tensors import DTYPES
 from everystep.trainer.world import Group
 
 __all__ = ["Checkpointer"]

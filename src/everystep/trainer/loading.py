@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from everystep.errors import CorruptionError
+from everystep.foreign.dtypes import DTYPES
 from everystep.trainer.restore_data import SAME
 from everystep.trainer.restore_optimizer import SavedOptimizer
 from everystep.trainer.restoring import Restore, TensorReader, as_refs, document_of, kind_of, told_refs
-from everystep.trainer.tensors import DTYPES, dotted
+from everystep.trainer.tensors import dotted
 
 
 def load_state(reader: TensorReader, *, include: Sequence[str] | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from everystep.errors import LayoutError
+from everystep.foreign.dtypes import DTYPES, WORDS
 from everystep.trainer.collect import names_of
 from everystep.trainer.modules import ModuleEntries
 from everystep.trainer.nodes import BranchNode, DataNode, ModuleNode, Node, OptimizerNode, StatefulNode, has_tensors, leaves_of, scan
@@ -22,7 +23,7 @@ from everystep.trainer.optimizers import innermost
 from everystep.trainer.restore_data import SAME, DataTarget, is_same
 from everystep.trainer.restore_optimizer import OptimizerTarget, SavedOptimizer
 from everystep.trainer.restoring import Phase, Restore, RestoreReport, TensorReader, as_refs, document_of, kind_of, told_refs
-from everystep.trainer.tensors import DTYPES, WORDS, dotted, identity
+from everystep.trainer.tensors import dotted, identity
 
 _log = logging.getLogger("everystep")
 

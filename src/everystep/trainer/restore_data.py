@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from everystep import values
+from everystep.foreign.dtypes import DTYPES
 from everystep.trainer.nodes import has_tensors
 from everystep.trainer.restoring import Phase, Restore
-from everystep.trainer.tensors import DTYPES, dotted
+from everystep.trainer.tensors import dotted
 
 SAME = object()
 """Nothing takes the place of what is there."""

@@ -10,10 +10,11 @@ import torch
 
 from everystep import values
 from everystep.errors import CorruptionError
+from everystep.foreign.dtypes import DTYPES
 from everystep.trainer.nodes import OptimizerNode
 from everystep.trainer.optimizers import HOW, innermost, parameter_names, positions
 from everystep.trainer.restoring import Phase, Restore, as_refs, told_refs
-from everystep.trainer.tensors import DTYPES, device_of, ref_kind
+from everystep.trainer.tensors import device_of, ref_kind
 
 
 class SavedOptimizer:

@@ -13,10 +13,11 @@ import torch
 
 from everystep import values
 from everystep.errors import CorruptionError, LayoutError, StateError
+from everystep.foreign.dtypes import DTYPES, WORDS
 from everystep.manifest import TensorSpec
 from everystep.region import Region
 from everystep.trainer.sharding import as_dtensor, box, like, local_of, unwrapped
-from everystep.trainer.tensors import DTYPES, WORDS, fresh, identity, overlaps_itself, tell, untell, word_of
+from everystep.trainer.tensors import fresh, identity, overlaps_itself, tell, untell, word_of
 
 _CAST_NBYTES = 256 << 20
 _LISTED = 10

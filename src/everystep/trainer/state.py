@@ -7,11 +7,11 @@ without a model. The work is in ``nodes`` (the walk), ``modules``, ``optimizers`
 
 from __future__ import annotations
 
+from everystep.foreign.dtypes import DTYPES, WORDS
 from everystep.trainer.collect import Collected, Leaf, StateCollector
 from everystep.trainer.loading import load_state
 from everystep.trainer.restore import restore_into
 from everystep.trainer.restoring import RestoreReport, TensorReader
 from everystep.trainer.rng import RNG
-from everystep.trainer.tensors import DTYPES, WORDS
 
 __all__ = ["DTYPES", "RNG", "WORDS", "Collected", "Leaf", "RestoreReport", "StateCollector", "TensorReader", "load_state", "restore_into"]

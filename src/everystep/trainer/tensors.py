@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -12,21 +11,10 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from everystep.errors import StateError
+from everystep.foreign.dtypes import DTYPES, WORDS
 from everystep.manifest import TensorSpec
 from everystep.trainer.sharding import as_dtensor, local_of
 from everystep.values import Ref, Tagged
-
-WORDS: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
-"""torch dtype -> safetensors dtype word."""
-DTYPES: Mapping[str, torch.dtype] = {word: dtype for dtype, word in WORDS.items()}
-"""safetensors dtype word -> torch dtype."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -20,11 +20,12 @@ import torch
 
 from everystep import values
 from everystep.errors import CorruptionError, LayoutError
+from everystep.foreign.dtypes import DTYPES, WORDS
+from everystep.foreign.stored import Stored, StoredTensor
 from everystep.integrations.dcp.naming import Names
 from everystep.integrations.dcp.reading import StoredReader, Want
 from everystep.integrations.dcp.runs import Run, through
 from everystep.integrations.dcp.saved import SavedReader, stored_of
-from everystep.integrations.dcp.stored import Stored, StoredTensor
 from everystep.manifest import TensorSpec
 from everystep.region import whole
 from everystep.trainer.arguments import outside_inference
@@ -35,7 +36,7 @@ from everystep.trainer.optimizers import innermost, parameter_names
 from everystep.trainer.restoring import TensorReader, Wanted
 from everystep.trainer.sharding import box
 from everystep.trainer.state import RestoreReport, restore_into
-from everystep.trainer.tensors import DTYPES, WORDS, dotted, identity, tell
+from everystep.trainer.tensors import dotted, identity, tell
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _HINT = "take another copy or an older checkpoint"

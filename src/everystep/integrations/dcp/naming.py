@@ -17,9 +17,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from everystep import values
 from everystep.errors import CorruptionError
+from everystep.foreign.dtypes import DTYPES
 from everystep.trainer.restore_optimizer import SavedOptimizer
 from everystep.trainer.restoring import Restore, TensorReader, document_of, kind_of, told_refs
-from everystep.trainer.tensors import DTYPES, dotted, untell
+from everystep.trainer.tensors import dotted, untell
 
 Path = tuple["str | int", ...]
 

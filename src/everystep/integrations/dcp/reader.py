@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from everystep.errors import CheckpointError, ConfigError, CorruptionError, LayoutError
+from everystep.foreign.dtypes import DTYPES
 from everystep.integrations.dcp.naming import Named, Names
 from everystep.integrations.dcp.runs import Run, step_of, through
 from everystep.region import Region
 from everystep.trainer.checkpointer import Checkpointer
 from everystep.trainer.restoring import TensorReader, Wanted
-from everystep.trainer.tensors import DTYPES
 
 _Result = TypeVar("_Result")
 

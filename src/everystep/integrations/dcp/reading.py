@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from everystep.errors import CorruptionError, LayoutError
-from everystep.integrations.dcp.archive import BROKEN, FileView, Record, record_of
-from everystep.integrations.dcp.stored import Stored, StoredChunk, StoredPlain, StoredTensor
+from everystep.foreign.archive import BROKEN, FileView, Record, record_of
+from everystep.foreign.dtypes import DTYPES
+from everystep.foreign.stored import Stored, StoredChunk, StoredPlain, StoredTensor
 from everystep.region import Region, boxes, is_run, missing, overlap, span
-from everystep.trainer.tensors import DTYPES
 from everystep.transfer import Buffers, Transfer
 
 _PIECE_NBYTES = 8 << 20

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from everystep import values
+from everystep.foreign.stored import Stored, StoredPlain, StoredTensor
 from everystep.integrations.dcp.naming import Names
 from everystep.integrations.dcp.reading import Want
-from everystep.integrations.dcp.stored import Stored, StoredPlain, StoredTensor
 from everystep.trainer.restoring import TensorReader, Wanted
 
 

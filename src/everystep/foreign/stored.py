@@ -13,9 +13,9 @@ from typing import Any
 
 from everystep import safetensors
 from everystep.errors import CorruptionError, LayoutError, NotFoundError
-from everystep.integrations.dcp.unpickling import Place, ToldMetadata, is_inside, unpickled
+from everystep.foreign.dtypes import WORDS
+from everystep.foreign.unpickling import Place, ToldMetadata, is_inside, unpickled
 from everystep.region import Region, whole
-from everystep.trainer.tensors import WORDS
 
 INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"

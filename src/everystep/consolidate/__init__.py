@@ -1,0 +1,1 @@
+"""Whole Hugging Face safetensors from checkpoints, ours and others', off the training path."""

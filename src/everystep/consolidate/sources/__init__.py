@@ -1,0 +1,1 @@
+"""Checkpoints that can be consolidated, one module for each who writes them."""
