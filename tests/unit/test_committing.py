@@ -110,3 +110,18 @@ def test_silence_counts_from_its_begin(monkeypatch):
         clock[0] += patience_s + 1
         with pytest.raises(AgentError, match=f"node 9 has not answered for {patience_s:g} s"):
             one._ask(9, timeout_s=0.1)
+
+
+def test_what_an_older_attempt_has_left_is_asked_for_at_once(monkeypatch):
+    """A step of an attempt that is over holds up those of the newer one no longer than its nodes take to answer: it may be lost with one of them."""
+    monkeypatch.setattr(committing, "ASK_AFTER_S", 1e9)
+    for over in (True, False):
+        others = Others(kinds={1: "gone"})
+        store = Store(committed_after=20)
+        if over:
+            with pytest.raises(AgentError, match="given it up"):
+                meeting(store, others, over=over).in_store()
+            assert store.looked <= 2
+        else:
+            assert meeting(store, others, over=over).in_store() is None
+            assert others.asked == []

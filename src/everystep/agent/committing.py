@@ -35,7 +35,7 @@ OVER_S = 3.0
 PATIENCE_S = 1800.0
 """Nor is one that has said "not yet" for so long."""
 ASK_AFTER_S = 3.0
-"""Parts that have not come to the store by then are asked for."""
+"""Parts that have not come to the store by then are asked for; at once when a newer attempt has begun: they may be lost with a node."""
 _ANSWER_S, _GLANCE_S, _GLANCES = 5.0, 0.5, 4
 _MANY, HEAD_START_S = 16, 5.0
 """Of more nodes than this each leaves the collecting of parts to the one before it for so long."""
@@ -283,7 +283,7 @@ class _Meeting:
             reason = repository.given_up(key)
             if reason is not None:
                 raise AgentError(f"step {key.step} is given up: {reason}", step=key.step, kind="given-up")
-            if time.monotonic() >= asks_at:
+            if time.monotonic() >= asks_at or (self._over() and not self._asked_at):
                 # A few in turn: meanwhile the store is not looked at.
                 for node in sorted(self._missing(), key=lambda node: self._asked_at.get(node, 0.0))[:_GLANCES]:
                     self._ask(node, timeout_s=_GLANCE_S)
