@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import contextlib
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_configure(config):
     """Register the marks: one for each folder, and those that change how a test is treated."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as nohup and a shell's "&" leave it; children inherit that, and tests press Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for kind in KINDS:
         config.addinivalue_line("markers", f"{kind}: lies in tests/{kind}")
     config.addinivalue_line("markers", "leaves_agent: this test may end with an agent running (it is killed and not held against the test)")
