@@ -122,6 +122,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     world: int = 1
     shared: bool = True
     by_rank: dict[int, msgspec.Raw] = {}
+    reduced: int = 0
+    """How often the checkpoint was reduced: the third number of its key. 0: it holds all that was saved."""
+    dropped: tuple[str, ...] = ()
+    """Groups that are no longer in it, sorted; their files, as far as nothing else needs them, are gone."""
 
 
 Record = TypeVar("Record")
@@ -322,6 +326,16 @@ def document_of_rank(record: Part | Manifest, rank: int) -> bytes:
     return b'{"state":{"dict":[%b]}}' % b",".join(b"[%b,%b]" % pair for pair in entries.items())
 
 
+def document_entries(record: Part | Manifest) -> dict[int, dict[bytes, bytes]]:
+    """Top-level entries as they stand, key to child: by -1 those of ``values``, by rank what ``by_rank`` tells (``null``: it has none).
+
+    Raises:
+        CorruptionError: They cannot be read.
+    """
+    found = {-1: _entries(record.values, 0)}
+    return found | {rank: _pairs(differing, rank) for rank, differing in record.by_rank.items()}
+
+
 def _entries(document: bytes | msgspec.Raw, rank: int) -> _Entries:
     try:
         pairs = _DOCUMENT.decode(document).state.dict
@@ -520,6 +534,8 @@ def check(manifest: Manifest) -> None:
         raise _unsound(
             manifest, f"{manifest.world} ranks on {manifest.nodes} nodes, with values of {sorted(manifest.by_rank)!r:.80}, cannot be"
         )
+    if manifest.reduced < 0 or bool(manifest.reduced) != bool(manifest.dropped):
+        raise _unsound(manifest, f"reduction {manifest.reduced} without {manifest.dropped!r:.80} cannot be")
     _check_objects(manifest)
     names = _check_tensors(manifest)
     for alias, name in manifest.aliases.items():

@@ -97,6 +97,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """False: known to be corrupt (never counts as the newest good one); None: not yet checked; True: checked."""
     in_lineage: bool = True
     """False: belongs to an abandoned timeline; counts for nothing in ``last`` but is only forgotten when it is not pinned or held."""
+    reduced: int = 0
+    """Which reduction of that step it is: it lacks some groups, so it is no good one to go on from. 0: it holds all that was saved."""
 
 
 def keeps_step(step: int, keep: Keep) -> bool:
@@ -136,16 +138,17 @@ def retain(candidates: Sequence[Candidate], keep: Keep) -> list[Kept]:
 
     Known-corrupt ones count for nothing; they stay only while they are newer than the oldest of the ``last`` good ones, as evidence. When
     the lineage has no good one yet (a fresh start over old checkpoints), the newest good one of the abandoned timelines stays. With
-    ``last=None`` all stay. Decisions come newest first.
+    ``last=None`` all stay. A reduced one takes its step's place in ``last`` and ``best``, and is never the newest good one; beside the
+    whole one (it is being reduced) it stays or goes with it. Decisions come newest first.
     """
-    newest_first = sorted(candidates, key=lambda c: (c.in_lineage, c.attempt, c.step), reverse=True)
-    lineage = [c for c in newest_first if c.in_lineage]
-    good = [c for c in newest_first if c.verified is not False]  # the lineage's come first
+    newest_first = _newest_first(candidates)
     reasons: dict[str, list[str]] = {c.key: [] for c in newest_first}
-    for candidate in good[:1]:
-        reasons[candidate.key].append("newest good")
-    for candidate in [c for c in good if c.verified][:1]:
-        reasons[candidate.key].append("newest verified")
+    for key, best in _newest_good(newest_first):
+        reasons[key].append(best)
+    of_step: dict[tuple[int, int], Candidate] = {}
+    for candidate in newest_first:
+        of_step.setdefault((candidate.attempt, candidate.step), candidate)
+    lineage = [c for c in of_step.values() if c.in_lineage]
     counted = 0
     for candidate in lineage:
         if keep.last is not None and counted >= keep.last:
@@ -156,12 +159,40 @@ def retain(candidates: Sequence[Candidate], keep: Keep) -> list[Kept]:
         reasons[candidate.key].append(f"best {keep.best} by {keep.metric}")
     for candidate in newest_first:
         why = reasons[candidate.key]
-        why += ["pinned"] * candidate.pinned + ["held by a reader"] * candidate.held
+        why += _protection(candidate)
+        whole = of_step[candidate.attempt, candidate.step]
+        if whole is not candidate:
+            why += [f"made of {whole.key}"] * bool(reasons[whole.key])
+            continue
         if candidate.in_lineage and keep.every is not None and is_due(candidate.step, keep.every):
             why.append(f"every {keep.every}")
         if not candidate.in_lineage and keep.last is None:
             why.append("all are kept")
     return [Kept(c.key, c.step, bool(reasons[c.key]), ", ".join(reasons[c.key]) or _against(c, keep)) for c in newest_first]
+
+
+def protected(candidates: Sequence[Candidate]) -> dict[str, str]:
+    """Which of them are never removed or reduced, whatever is asked for, and why: the newest good, newest verified, pinned, held ones."""
+    newest_first = _newest_first(candidates)
+    reasons: dict[str, list[str]] = {c.key: _protection(c) for c in newest_first}
+    for key, best in _newest_good(newest_first):
+        reasons[key].append(best)
+    return {key: ", ".join(why) for key, why in reasons.items() if why}
+
+
+def _newest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The lineage's first; a whole one before its reductions."""
+    return sorted(candidates, key=lambda c: (c.in_lineage, c.attempt, c.step, -c.reduced), reverse=True)
+
+
+def _newest_good(newest_first: Sequence[Candidate]) -> Iterable[tuple[str, str]]:
+    good = [c for c in newest_first if c.verified is not False and not c.reduced]
+    yield from ((c.key, "newest good") for c in good[:1])
+    yield from ((c.key, "newest verified") for c in [c for c in good if c.verified][:1])
+
+
+def _protection(candidate: Candidate) -> list[str]:
+    return ["pinned"] * candidate.pinned + ["held by a reader"] * candidate.held
 
 
 def _best(candidates: Sequence[Candidate], keep: Keep) -> Sequence[Candidate]:

@@ -6,6 +6,9 @@ import time
 
 import numpy as np
 
+from everystep.repository import CheckpointKey
+from everystep.testing.samples import persist
+
 
 def test_ls_lists_every_checkpoint_and_marks_the_newest_and_the_best(everystep, three):
     """Ls --json lists all checkpoints in order, with the newest and the one of lowest loss marked."""
@@ -128,3 +131,27 @@ def test_show_prints_values_of_every_kind(everystep, made, arrays):
     assert found["by number.3"] == "three"
     assert (found["members[0]"], found["members[1]"]) == (1, 2)
     assert everystep("show", made.path).code == 0
+
+
+def test_reduced_checkpoints_say_what_they_lack(everystep, made):
+    """A reduced one is listed with the groups that were dropped, is never the newest, and is found by its step; its old key leads to the new one."""
+    for step in (1, 2):
+        made.repository.commit(persist(made.repository, CheckpointKey(step, 1), metrics={"loss": 1.0 / step}, optimizer=True))
+    made.repository.reduce(CheckpointKey(1, 1), drop=["optim"])
+    rows = everystep("ls", made.path, "--json").json["checkpoints"]
+    assert [(row["key"], row["reduced"], row["dropped"], row["newest"]) for row in rows] == [
+        ("000000000001-0001-r1", 1, ["optim"], False), ("000000000002-0001", 0, [], True)
+    ]  # fmt: skip
+    assert rows[0]["metrics"] == {"loss": 1.0}
+    table = everystep("ls", made.path).stdout
+    assert table.count("without optim") == 1
+    shown = everystep("show", made.path, "1", "--json").json
+    assert (shown["key"], shown["dropped"], [group["group"] for group in shown["groups"]]) == ("000000000001-0001-r1", ["optim"], ["model"])
+    assert "without optim" in everystep("show", made.path, "1").stdout
+    gone = everystep("show", made.path, "000000000001-0001")
+    assert gone.code == 10
+    assert "it was reduced to 000000000001-0001-r1" in gone.stderr
+    assert everystep("verify", made.path, "--all").code == 0
+    assert everystep("show", made.path, "--json").json["dropped"] == []
+    assert everystep("forget", made.path, "1", "--yes").code == 0
+    assert [row["step"] for row in everystep("ls", made.path, "--json").json["checkpoints"]] == [2]

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from everystep.errors import ConflictError
-from everystep.manifest import merge
+from everystep.manifest import encode, merge
 from everystep.policy import Keep
 from everystep.repository import CheckpointKey, Repository
 from everystep.store.local import LocalStore
 from everystep.testing import CrashingStore, PowerCut, SimDisk, Survival
-from everystep.testing.samples import node_file, node_payload, persist, persist_node
+from everystep.testing.samples import OPTIMIZER_FILE, node_file, node_payload, persist, persist_node
 
 TTL_S = 100.0
 LATER = 1e12  # every hold, attempt and temporary file is old by then
@@ -33,6 +33,8 @@ class Journal:
     given_up: set[CheckpointKey] = dataclasses.field(default_factory=set)
     refused: set[CheckpointKey] = dataclasses.field(default_factory=set)
     """Given up before they were committed, for good."""
+    reducing: set[CheckpointKey] = dataclasses.field(default_factory=set)
+    """Asked to be reduced: they may be there under the one key or the other."""
 
     @property
     def owed(self):
@@ -83,6 +85,45 @@ def history(repository, journal):
         pass
     save(repository, journal, CheckpointKey(9, second))
     save(repository, journal, CheckpointKey(10, second))
+
+
+def history_of_reducing(repository, journal):
+    """Saves with an optimizer, of which some bytes are stored once; reductions, one of them again; retention and a drop take what is left; a restart."""
+    repository.begin(create=True)
+    journal.run_id = repository.run_id
+    first = repository.start_attempt(parent=None, now=1.0).attempt
+    journal.attempt = first
+    repository.renew(first, now=1.0, ttl_s=TTL_S)
+
+    def save_trained(step, attempt, *, base=None):
+        key = CheckpointKey(step, attempt)
+        repository.commit(persist(repository, key, base=base, metrics={"loss": 1.0 / step}, optimizer=True))
+        journal.acknowledged.add(key)
+        return key
+
+    def reduce(key, *drop):
+        journal.reducing.add(key.full)
+        made = repository.reduce(key, drop=drop)
+        journal.given_up.add(key)
+        journal.acknowledged.add(made)
+        return made
+
+    one, two = save_trained(1, first), save_trained(2, first, base=CheckpointKey(1, first))
+    reduce(one, "optim")  # its model file is the newer one's too
+    three = save_trained(3, first, base=two)
+    repository.record_metrics(two, {"val": 0.5})
+    again = reduce(reduce(two, "optim"), "epoch")
+    forget(repository, journal, CheckpointKey(1, first, 1))
+    second = repository.start_attempt(parent=three, now=2.0).attempt
+    journal.attempt = second
+    repository.renew(second, now=2.0, ttl_s=TTL_S)
+    save_trained(4, second, base=three)
+    reduce(three, "optim")  # of an attempt that is over
+    repository.sweep(repository.plan_sweep(now=3.0))
+    journal.given_up.add(again)
+    repository.drop(two)
+    journal.given_up.add(CheckpointKey(3, first, 1))
+    repository.forget(CheckpointKey(3, first, 1), sole_committer=True)
 
 
 def history_of_nodes(repositories, journal):
@@ -145,7 +186,8 @@ def check(repository, journal):
     if repository.newest_attempt() < journal.attempt:
         raise Violation("an attempt is forgotten: its number would be given twice")
     keys = repository.keys()
-    lost = journal.owed - set(keys)
+    stands = {key.full for key in keys} & journal.reducing
+    lost = {key for key in journal.owed - set(keys) if key.full not in stands}
     if lost:
         raise Violation(f"acknowledged and lost: {lost}")
     false = journal.refused & {*keys, *(key for key in journal.refused if repository.committed(key))}
@@ -171,6 +213,8 @@ def recover(repository, journal):
     if left or set(garbage) - needed or list(repository.store.leftovers("")):
         raise Violation(f"the sweep leaves {left or garbage or 'temporary files'}")
     check(repository, journal)
+    reduce_again(repository, journal)
+    check(repository, journal)
     lineage = repository.lineage()
     attempt = repository.start_attempt(parent=lineage[0] if lineage else None, now=LATER).attempt
     key = CheckpointKey(100, attempt)
@@ -180,6 +224,21 @@ def recover(repository, journal):
     for name, _, wrong in repository.verify(key, threads=1):
         if wrong:
             raise Violation(f"the next checkpoint is not whole: {name} {wrong}")
+
+
+def reduce_again(repository, journal):
+    """What a job that was killed does when it starts again: the same reductions."""
+    there = {key.full for key in repository.keys()}
+    newest = next((key for key in repository.lineage() if not key.reduced), None)
+    for key in sorted(journal.reducing & there - {newest}):
+        made = repository.reduce(key, drop=["optim"])
+        journal.given_up.add(key)
+        if [one for one in repository.keys() if one.full == key] != [made]:
+            raise Violation(f"{key} is not reduced to {made} alone")
+        if repository.metrics(made).get("loss") != 1.0 / key.step:
+            raise Violation(f"{made} has lost its metrics")
+        if any(name.endswith(OPTIMIZER_FILE) for name, _ in repository.store.list(f"data/{key}/")):
+            raise Violation(f"the optimizer of {key} is still there")
 
 
 def open_on(disk, store_class=LocalStore, repository_class=Repository):
@@ -197,7 +256,7 @@ def mounted(**options):
     return disk
 
 
-def cut_everywhere(store_class=LocalStore, repository_class=Repository, *, backwards=False, nodes=1):
+def cut_everywhere(store_class=LocalStore, repository_class=Repository, *, backwards=False, nodes=1, history=history):
     """Cut the power at each changing call of the history, look at each outcome; returns (calls, different disks found).
 
     ``backwards`` from the last call: bugs that show late are found sooner.
@@ -249,6 +308,13 @@ def test_power_cut_at_every_call_of_two_nodes():
     assert disks > 200
 
 
+def test_power_cut_at_every_call_of_a_reduction():
+    """F38, F52: whatever survives a power cut at any call of reductions, the whole checkpoint or the reduced one is there, whole, and the next call ends it."""
+    calls, disks = cut_everywhere(history=history_of_reducing)
+    assert calls > 250
+    assert disks > 250
+
+
 def test_store_dies_at_every_operation_of_two_nodes():
     """The same when the store dies between two operations of either node, before or after the operation took effect."""
     counting = CrashingStore(open_on(mounted()).store)
@@ -262,7 +328,8 @@ def test_store_dies_at_every_operation_of_two_nodes():
             recover(Repository(store), journal)
 
 
-def test_store_dies_at_every_operation():
+@pytest.mark.parametrize("history", [history, history_of_reducing])
+def test_store_dies_at_every_operation(history):
     """The same when a store of any kind dies between two operations, before or after the operation took effect."""
     counting = CrashingStore(open_on(mounted()).store)
     history(Repository(counting), Journal())
@@ -292,9 +359,9 @@ class ManifestFirst(Repository):
 class DataDeletedFirst(Repository):
     """Deletes the data of a checkpoint that is still published."""
 
-    def forget(self, key, *, sole_committer=False):
+    def _forget(self, key, **options):
         self._delete_data(key)
-        return super().forget(key, sole_committer=sole_committer)
+        return super()._forget(key, **options)
 
 
 class DeletesBeforeItIsDecided(Repository):
@@ -326,6 +393,24 @@ class BlindDeletion(Repository):
 
     def _references(self, *, but=None):
         return set(), []
+
+
+class ForgetsBeforeItReduces(Repository):
+    """Forgets the whole checkpoint before its reduction is committed."""
+
+    def commit(self, manifest):
+        if manifest.reduced:
+            full = CheckpointKey(manifest.step, manifest.attempt)
+            self.store.create(f"forgotten/{full}.json", encode("forgotten", {}))
+            self._delete_manifest(full)
+        super().commit(manifest)
+
+
+class TakesOnlyOwnFoldersForNeeded(Repository):
+    """Deletes bytes in the folder of another, as if each checkpoint's data lay in its own."""
+
+    def _read_references(self, key, nbytes):
+        return frozenset() if key.reduced else super()._read_references(key, nbytes)
 
 
 class NumbersAttemptsByCheckpoints(Repository):
@@ -387,6 +472,13 @@ def test_finds_bugs_in_the_repository(bug):
     """A wrong order of writes or deletes in the repository is found by the harness."""
     with pytest.raises((Violation, ConflictError)):
         cut_everywhere(repository_class=bug, backwards=True)
+
+
+@pytest.mark.parametrize("bug", [ForgetsBeforeItReduces, TakesOnlyOwnFoldersForNeeded, DataDeletedFirst])
+def test_finds_bugs_in_reducing(bug):
+    """A wrong order or a forgotten reference in a reduction is found by the harness."""
+    with pytest.raises((Violation, ConflictError)):
+        cut_everywhere(repository_class=bug, backwards=True, history=history_of_reducing)
 
 
 @pytest.mark.parametrize("bug", [DeletesBeforeItIsDecided, ForgetsTheMark])

@@ -1,4 +1,4 @@
-"""A repository against a model of it: any sequence of saves, restarts, pins, holds, retention, deletions and sweeps; and retention's promises."""
+"""A repository against a model of it: any sequence of saves, restarts, pins, holds, retention, reductions, deletions and sweeps; and retention's promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from everystep.policy import Candidate, retain
 from everystep.repository import CheckpointKey, Repository
 from everystep.store.local import LocalStore
 from everystep.testing import Mount, SimDisk
-from everystep.testing.samples import node_part, node_payload, payload, persist, persist_node
+from everystep.testing.samples import OPTIMIZER_FILE, node_part, node_payload, optimizer_payload, payload, persist, persist_node
 from everystep.testing.strategies import candidates, checkpoint_keys, keeps, store_keys
 
 STEPS = st.integers(1, 30)
@@ -33,6 +33,7 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
         self.repository.start_attempt(parent=None, now=0.0)
         self.committed = {}
         self.gone = set()
+        self.late = set()
         self.pinned = set()
         self.alive = set()
         self.pending = {}
@@ -72,8 +73,8 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
         lineage = self.expected_lineage()
         metrics = {} if loss is None else {"loss": loss}
         # A save may refer to the newest committed checkpoint's bytes, and holds it meanwhile; here it commits at once.
-        base = lineage[0] if share and lineage else None
-        self.pending[key] = persist(self.repository, key, base=base, metrics=metrics), metrics
+        base = lineage[0].full if share and lineage else None
+        self.pending[key] = persist(self.repository, key, base=base, metrics=metrics, optimizer=True), metrics
         if not later:
             self.commit(key)
 
@@ -89,6 +90,7 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
                 self.repository.commit(manifest)
             except ConflictError:
                 self.gone.add(key)
+                self.late.add(key)
             else:
                 raise AssertionError(f"{key} was committed too late")
         else:
@@ -147,6 +149,37 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
             assert key not in self.pinned | self.held
             self.drop(key)
 
+    def newest_good(self):
+        """By the model: the newest whole one of the lineage, else of all that there are."""
+        whole = [key for key in self.expected_lineage() if not key.reduced] or sorted(
+            (key for key in self.committed if not key.reduced), key=lambda key: (key.attempt, key.step), reverse=True
+        )
+        return whole[0] if whole else None
+
+    @stateful.precondition(lambda self: self.committed)
+    @stateful.rule(data=st.data(), drop=st.sampled_from([["optim"], ["epoch"], ["optim", "epoch"]]), asked=st.booleans())
+    def reduces(self, data, drop, asked):
+        key = data.draw(st.sampled_from(sorted(self.committed)))
+        dropped = set(self.repository.manifest(key).dropped)
+        protected = key in self.pinned | self.held or key == self.newest_good()
+        assert bool(self.repository.may_drop(key)) == (not protected)
+        assert self.repository.droppable([key]) == ([] if protected else [key])
+        try:
+            made = self.repository.reduce(key.full if asked else key, drop=drop)
+        except ConflictError:
+            assert protected
+            return
+        manifest = self.repository.manifest(made)
+        assert set(manifest.dropped) == dropped | set(drop)
+        if set(drop) <= dropped:
+            assert made == key
+        else:
+            assert not protected
+            assert made.reduced == key.reduced + 1
+            metrics = self.committed[key]
+            self.drop(key)
+            self.committed[made] = metrics
+
     @stateful.rule(keep=keeps())
     def retention(self, keep):
         decided = {CheckpointKey.parse(kept.key): kept for kept in self.repository.retention(keep, now=0.0)}
@@ -180,8 +213,20 @@ class RepositoryMachine(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def every_byte_is_there(self):
         for key in self.committed:
-            for stored in self.repository.manifest(key).objects:
-                assert self.repository.store.get(stored.key) == payload(CheckpointKey.parse(stored.key.split("/")[1]))
+            manifest = self.repository.manifest(key)
+            assert ("optim" in {spec.group for spec in manifest.tensors}) == ("optim" not in manifest.dropped)
+            for stored in manifest.objects:
+                _, owner, name = stored.key.split("/")
+                made = optimizer_payload if name == OPTIMIZER_FILE else payload
+                assert self.repository.store.get(stored.key) == made(CheckpointKey.parse(owner))
+
+    @stateful.invariant()
+    def nothing_else_is_there(self):
+        """No forgotten checkpoint's data but what others need. What came too late waits for a sweep."""
+        needed = {stored.key for key in self.committed for stored in self.repository.manifest(key).objects}
+        for name, _ in self.repository.store.list("data/"):
+            owner = CheckpointKey.parse(name.split("/")[1])
+            assert name in needed or owner in self.committed or owner in self.pending or owner in self.late
 
     def teardown(self):
         self.holds.close()
@@ -328,7 +373,7 @@ def test_retention_never_removes(found, keep):
     for one in found:
         if one.pinned or one.held:
             assert decided[one.key].keep
-    good = [one for one in found if one.verified is not False]
+    good = [one for one in found if one.verified is not False and not one.reduced]
     for pool in ([one for one in good if one.in_lineage] or good, [one for one in good if one.verified and one.in_lineage]):
         if pool:
             assert decided[max(pool, key=lambda one: (one.attempt, one.step)).key].keep

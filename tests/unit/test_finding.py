@@ -121,6 +121,30 @@ def test_abandoned_timelines_are_left_alone() -> None:
     assert [(one.step, one.attempt) for one in choose(views, step=8).choices] == [(8, 1)]
 
 
+def test_reduced_ones_count_where_nothing_is_missed() -> None:
+    """A reduced step is no choice for a full restore, and told of as lacking; it is one for its step, or for names that it has."""
+    disk = (Listed(5, 1), Listed(7, 1, reduced=1, dropped=("optim",)))
+    views = [node(seen(nodes=1), disk=disk)]
+    reduced = Choice(7, 1, "disk", (), (0,), 1, ("optim",))
+    found = choose(views, step=None)
+    assert [choice.step for choice in found.choices] == [5]
+    assert [(one.step, str(one)) for one in found.lacking] == [(7, "it was reduced: 'optim' was dropped from it")]
+    assert choose(views, step=7).choices == [reduced]
+    for include, satisfied in ((["model.*"], True), (["epoch", "model.a"], True), (["opt*"], False), (["*"], False), (["optim"], False),
+                               (["model.*", "optim.state.x"], False), (["[mo]*"], False), (["optimal.*"], True)):  # fmt: skip
+        assert [one.step for one in choose(views, step=None, include=include).choices] == ([7, 5] if satisfied else [5])
+    unreadable = [node(seen(nodes=1), disk=(Listed(7, 1, reduced=1),))]
+    assert choose(unreadable, step=None, include=["model.*"]).choices == []
+
+
+def test_whole_before_reduced() -> None:
+    """While a step is being reduced both are there: the whole one is tried first, and nothing is said to lack."""
+    views = [node(seen(nodes=2), disk=(Listed(7, 1), Listed(7, 1, reduced=1, dropped=("optim",))))] * 2
+    assert [choice.reduced for choice in choose(views, step=7).choices] == [0, 1]
+    found = choose(views, step=None)
+    assert ([choice.reduced for choice in found.choices], found.lacking) == ([0], [])
+
+
 def test_nodes_that_trained_on_by_themselves_are_not_mixed() -> None:
     """Both nodes' own disks have step 5 of attempt 2, each from a life of its own: neither is taken for the other."""
     both = [{1: Seen(None, 2, False, "job"), 2: Seen((1, 3), 1, True, life)} for life in ("1.5", "2.5")]

@@ -69,7 +69,7 @@ def refuse_protected(repository: Repository, key: CheckpointKey, *, run: str) ->
 def newest_good(repository: Repository) -> CheckpointKey | None:
     """The checkpoint that a restore would take: the newest of the lineage that is readable and not known to be corrupt."""
     for key in repository.lineage():
-        if repository.verified(key) is False:
+        if key.reduced or repository.verified(key) is False:
             continue
         try:
             repository.manifest(key)

@@ -21,6 +21,7 @@ def ls(
     """List the checkpoints of a run, on disk and in its agent's memory.
 
     `*` marks the newest one that a restore would take; `~` one of an abandoned timeline (the run went back behind it and on from there).
+    `without ...`: it was reduced after its export, so a restore takes it only when asked for its step, or for what is left of it.
     """
     repository = runs.open_run(run)
     rows, metric = runs.mark_best(runs.gather(repository), metric=metric, mode=mode)
@@ -70,6 +71,7 @@ def _cells(row: runs.Row, *, now: float, several: bool) -> list[str]:
         *(["best"] if row.best else []),
         *({True: ["verified"], False: ["corrupt"], None: []}[row.verified]),
         *([] if row.in_lineage else ["abandoned"]),
+        *([f"without {','.join(row.dropped) or '?'}"] if row.key.reduced else []),
         *([] if row.damage or row.saved.complete else [f"files of {row.saved.whose()}"]),
     ]
     return [

@@ -79,9 +79,12 @@ def _committed(repository: Repository, step: str) -> CheckpointKey:
         return repository.find(None)
     with contextlib.suppress(ValueError):
         key = CheckpointKey.parse(step)
-        if key not in repository.keys():
+        keys = repository.keys()
+        if key not in keys:
+            reduced = [str(one) for one in keys if one.full == key]
+            what = f"; it was reduced to {reduced[-1]}" if reduced else ""
             raise errors.NotFoundError(
-                f"there is no checkpoint {step!r}", key=step, kind="no-checkpoint", hint=f"everystep ls {repository.store.url}"
+                f"there is no checkpoint {step!r}{what}", key=step, kind="no-checkpoint", hint=f"everystep ls {repository.store.url}"
             )
         return key
     try:
@@ -165,6 +168,8 @@ class Row:
     verified: bool | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     saved: Saved = Saved()
+    dropped: tuple[str, ...] = ()
+    """Groups that a reduced checkpoint lacks."""
     damage: str = ""
     """Why the manifest cannot be read, or empty."""
 
@@ -185,6 +190,8 @@ class Row:
             "best": self.best,
             "verified": self.verified,
             "metrics": self.metrics,
+            "reduced": self.key.reduced,
+            "dropped": list(self.dropped),
             "damage": self.damage,
         }
 
@@ -207,8 +214,8 @@ def gather(repository: Repository) -> list[Row]:
     for key, items in snapshots.items():
         if key not in rows:
             rows[key] = _memory_row(key, items, in_lineage=repository.in_lineage(key))
-    ordered = [rows[key] for key in sorted(rows, key=lambda key: (key.attempt, key.step))]
-    restorable = [row.key for row in ordered if row.in_lineage and not row.damage and row.verified is not False]
+    ordered = [rows[key] for key in sorted(rows, key=lambda key: (key.attempt, key.step, key.reduced))]
+    restorable = [row.key for row in ordered if row.in_lineage and not row.damage and row.verified is not False and not row.key.reduced]
     newest = max(restorable, key=lambda key: (key.attempt, key.step), default=None)
     return [dataclasses.replace(row, newest=row.key == newest) for row in ordered]
 
@@ -255,6 +262,7 @@ def _disk_row(
         verified=verified,
         metrics=repository.metrics(key),
         saved=saved_by(repository, key, manifest),
+        dropped=manifest.dropped,
     )
 
 

@@ -97,6 +97,8 @@ def describe(
         "versions": {} if attempt is None else attempt.versions,
         "pinned": on_disk and repository.pinned(key),
         "verified": repository.verified(key) if on_disk else None,
+        "reduced": key.reduced,
+        "dropped": [] if isinstance(manifest, Part) else list(manifest.dropped),
         "metrics": repository.metrics(key) if on_disk else dict(manifest.metrics),
         "nbytes": runs.stored_nbytes(manifest),
         "files": [
@@ -160,6 +162,7 @@ def _print(document: dict[str, Any], manifest: Manifest | Part, *, tensors: bool
         ["step", f"{document['step']} of attempt {document['attempt']}  ({document['key']}, from {document['read_from']})"],
         ["saved", f"{output.age(document['age_s'])} ago"],
         *([["saved by", _saved_by(document)]] if document["world"] > 1 else []),
+        *([["reduced", _reduced(document)]] if document["dropped"] else []),
         ["resumed from", document["resumed_from"] or "nothing: started fresh"],
         ["state", f"{output.nbytes(document['nbytes'])} in {output.plural(len(document['files']), 'file')}, {marks}"],
         ["metrics", "  ".join(f"{name}={output.number(value)}" for name, value in sorted(document["metrics"].items())) or "none"],
@@ -211,6 +214,10 @@ def _print(document: dict[str, Any], manifest: Manifest | Part, *, tensors: bool
         numbers = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         differing = f"{output.plural(len(others), 'rank')} with other values than rank {_lowest_rank(manifest)}"
         output.print_text(f"{differing}: {numbers} (see --rank)")
+
+
+def _reduced(document: dict[str, Any]) -> str:
+    return f"without {', '.join(document['dropped'])}, dropped after the export: a restore takes the rest, with include=[...]"
 
 
 def _short(value: object) -> str:

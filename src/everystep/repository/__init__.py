@@ -16,6 +16,9 @@ same manifest; data whose part is durable may be committed elsewhere, and stays 
 A network mount may remember for long that a name was not there, and may list what was there a moment ago: what decides over deleting or
 committing is looked for in a listing and by its name, or is decided by a creation, which only the server answers.
 
+A checkpoint can be *reduced*: what is left of it is committed under a key of its own, and refers to data in the folder of the whole one,
+which is forgotten then (``reducing.py``). So data is deleted by what manifests refer to, never by the folder that it is in.
+
 Layout below the run (DESIGN section 4)::
 
     run.json                                format, run id
@@ -24,6 +27,7 @@ Layout below the run (DESIGN section 4)::
     alive/<6 digits>.json                   until when the attempt says that it lives
     data/<key>/                             data files, and node-<5 digits>.json: the parts (numbered from 1)
     manifests/<key>.json                    the commits; or the mark that there will be none, beside a tombstone
+    manifests/<key>-r<n>.json               the commits of reduced ones, with records of their own, but no folder in data/
     forgotten/<key>.json                    tombstones, with the reason of those given up
     pins/<key>.json, verified/<key>.json
     holds/<key>/<until, ms>-<random>.json   the expiry is in the name, so that a listing suffices
@@ -36,6 +40,7 @@ for whoever reads the manifest.
 """
 
 from everystep.repository.records import Attempt, CheckpointKey, Skipped, Swept, lineage_limits, within
+from everystep.repository.reducing import MayDrop, groups_of_kind
 from everystep.repository.run import Repository
 
-__all__ = ["Attempt", "CheckpointKey", "Repository", "Skipped", "Swept", "lineage_limits", "within"]
+__all__ = ["Attempt", "CheckpointKey", "MayDrop", "Repository", "Skipped", "Swept", "groups_of_kind", "lineage_limits", "within"]

@@ -17,6 +17,7 @@ from everystep.repository.fates import Fates
 from everystep.repository.records import (
     UNREADABLE,
     CheckpointKey,
+    DroppedGroups,
     MetricsRecord,
     VerifiedRecord,
     age,
@@ -25,6 +26,7 @@ from everystep.repository.records import (
     parsed,
     part_name,
     within,
+    worth,
 )
 from everystep.store import Store
 
@@ -40,6 +42,7 @@ class Published(Attempts):
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._fates = Fates(store)
+        self._dropped: dict[CheckpointKey, tuple[str, ...]] = {}
 
     # -- reading -----------------------------------------------------------------------------------
     def keys(self) -> list[CheckpointKey]:
@@ -52,12 +55,36 @@ class Published(Attempts):
         return self._fates.published(key) and self._fates.lost(key)
 
     def lineage(self) -> list[CheckpointKey]:
-        """Committed checkpoints of the highest attempt's lineage, newest first."""
+        """Committed checkpoints of the highest attempt's lineage, newest first; a whole one before its reduction, where both are there."""
         limits = self._limits()
-        return sorted((key for key in self.keys() if within(key, limits)), key=age, reverse=True)
+        return sorted((key for key in self.keys() if within(key, limits)), key=worth, reverse=True)
+
+    def standing(self, key: CheckpointKey) -> CheckpointKey | None:
+        """Under which key a checkpoint is there now: its own, or that of its newest reduction; None when neither is."""
+        if self.committed(key):
+            return key
+        return max((one for one in self.keys() if one.full == key.full and one.reduced > key.reduced), key=age, default=None)
+
+    def dropped(self, key: CheckpointKey) -> tuple[str, ...]:
+        """The groups that a reduced checkpoint lacks; none of a whole one. Remembered: a manifest never changes.
+
+        Raises:
+            NotFoundError: It is not there.
+            CorruptionError: Its manifest cannot be read.
+        """
+        if not key.reduced:
+            return ()
+        found = self._dropped.get(key)
+        if found is None:
+            name = manifest_key(key)
+            found = decode("manifest", self.store.get(name), DroppedGroups, key=name).dropped
+            self._dropped[key] = found
+        return found
 
     def find(self, step: int | None) -> CheckpointKey:
         """The newest checkpoint, or that of ``step`` (the newest attempt's in the lineage, else the newest that has it).
+
+        Without ``step`` a reduced one counts only where there is no other.
 
         Raises:
             NotFoundError: There is none; names the steps there are.
@@ -66,7 +93,7 @@ class Published(Attempts):
         own = [key for key in keys if within(key, limits)]
         fitting = [key for key in own if step in (None, key.step)] or [key for key in keys if key.step == step]
         if fitting:
-            return fitting[-1]
+            return max(fitting, key=lambda key: (step is not None or not key.reduced, *worth(key)))
         steps = sorted({key.step for key in keys})
         shown = ", ".join(map(str, steps[-10:]))
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -112,10 +139,11 @@ class Published(Attempts):
 
     def _checked(self, data: bytes, key: CheckpointKey) -> Manifest:
         manifest = decode("manifest", data, Manifest, key=manifest_key(key))
-        if (manifest.step, manifest.attempt) != (key.step, key.attempt):
+        if (manifest.step, manifest.attempt, manifest.reduced) != (key.step, key.attempt, key.reduced):
+            reduction = f", reduction {manifest.reduced}" if manifest.reduced else ""
             raise CorruptionError(
-                f"{manifest_key(key)!r} holds step {manifest.step} of attempt {manifest.attempt}", step=key.step, key=manifest_key(key),
-                kind="manifest", hint="take an older step",
+                f"{manifest_key(key)!r} holds step {manifest.step} of attempt {manifest.attempt}{reduction}", step=key.step,
+                key=manifest_key(key), kind="manifest", hint="take an older step",
             )  # fmt: skip
         check(manifest)
         return manifest
@@ -139,7 +167,7 @@ class Published(Attempts):
         return join_metrics(record.metrics, record.nonfinite)
 
     def record_metrics(self, key: CheckpointKey, metrics: dict[str, float]) -> None:
-        """Metrics that come after the commit. With several nodes one of them does this (the lead).
+        """Metrics that come after the commit. With several nodes one of them does this (the lead). Of a reduced one the first key will do.
 
         Raises:
             NotFoundError: There is no such checkpoint (``kind`` "no-checkpoint"); nothing is recorded then.
@@ -149,13 +177,17 @@ class Published(Attempts):
             f"no checkpoint of step {key.step} of attempt {key.attempt} in {self.store.url!r}", step=key.step, key=manifest_key(key),
             kind="no-checkpoint", hint="it is forgotten, or was never saved to disk; see: everystep ls",
         )  # fmt: skip
-        if not self.committed(key):
+        there = self.standing(key)
+        if there is None:
             raise missing
-        self._merge_metrics(key, metrics)
+        self._merge_metrics(there, metrics)
         # Write mine, then look at yours: the one who forgets deletes the manifest before the records, and may have come by already.
-        if not self._fates.published(key):
-            self.store.delete(f"metrics/{key}.json")
-            raise missing
+        while not self._fates.published(there):
+            self.store.delete(f"metrics/{there}.json")
+            there = self.standing(there)
+            if there is None:
+                raise missing
+            self._merge_metrics(there, metrics)  # it was reduced meanwhile
 
     def _metrics_of_the_save(self, key: CheckpointKey, metrics: Mapping[str, float]) -> None:
         """Before the manifest. Several nodes do this at once: one that is late must not take back what was recorded since."""
@@ -213,16 +245,21 @@ class Published(Attempts):
         return key in self._keys("pins/")
 
     @contextlib.contextmanager
-    def hold(self, key: CheckpointKey, *, ttl_s: float = 3600.0) -> Iterator[None]:
+    def hold(self, key: CheckpointKey, *, ttl_s: float = 3600.0, required: bool = False) -> Iterator[None]:
         """Protect a checkpoint while it is read; the hold expires by itself. On a read-only (or full) store it holds nothing.
 
         Read the manifest inside: NotFoundError then means that it was forgotten just before.
+
+        Raises:
+            PermanentStoreError, CapacityError: It cannot be held, and is ``required``.
         """
         name = f"holds/{key}/{int((time.time() + ttl_s) * 1000):013d}-{secrets.token_hex(4)}.json"
         try:
             self.store.put(name, encode("hold", {}))
             held = True
         except (PermanentStoreError, CapacityError):
+            if required:
+                raise
             held = False
         try:
             yield

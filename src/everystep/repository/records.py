@@ -10,26 +10,33 @@ import msgspec
 
 from everystep.errors import ConfigError, CorruptionError
 
-_KEY = re.compile(r"([0-9]{12,})-([0-9]{4,})")
+_KEY = re.compile(r"([0-9]{12,})-([0-9]{4,})(?:-r([1-9][0-9]{0,5}))?")
 _PART = re.compile(r"node-([0-9]{5,})\.json")
 UNREADABLE = (CorruptionError, ConfigError)
 """What ``decode`` raises: damaged, or of a newer format. One such record must not keep the others from being used."""
 
 
 class CheckpointKey(msgspec.Struct, frozen=True, order=True):
-    """Names one checkpoint; ``str(key)`` is ``"000000000150-0002"`` (step, attempt)."""
+    """Names one checkpoint; ``str(key)`` is ``"000000000150-0002"`` (step, attempt), of a reduced one ``"000000000150-0002-r1"``."""
 
     step: int
     attempt: int
+    reduced: int = 0
+    """Which reduction of it this is (see ``Repository.reduce``); 0: the checkpoint as it was saved."""
 
     def __str__(self) -> str:
-        return f"{self.step:012d}-{self.attempt:04d}"
+        return f"{self.step:012d}-{self.attempt:04d}" + (f"-r{self.reduced}" if self.reduced else "")
+
+    @property
+    def full(self) -> CheckpointKey:
+        """The key under which it was saved."""
+        return CheckpointKey(self.step, self.attempt) if self.reduced else self
 
     @classmethod
     def parse(cls, text: str) -> CheckpointKey:
         """The key in ``text``; ValueError when it is none."""
         found = _KEY.fullmatch(text)
-        key = cls(int(found[1]), int(found[2])) if found else None
+        key = cls(int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
         if key is None or str(key) != text:
             raise ValueError(f"{text!r} is not a checkpoint key, such as '000000000150-0002'")
         return key
@@ -115,6 +122,12 @@ class References(msgspec.Struct, frozen=True):
     objects: list[ObjectKey]
 
 
+class DroppedGroups(msgspec.Struct, frozen=True):
+    """The one field of a manifest that tells what a reduced checkpoint lacks."""
+
+    dropped: tuple[str, ...] = ()
+
+
 class KnownReferences:
     """What manifests refer to outside of their own checkpoint's folder, remembered: a manifest never changes, and few refer to others.
 
@@ -156,9 +169,14 @@ class KnownReferences:
         self._weight -= 1 + len(known[1]) if known else 0
 
 
-def age(key: CheckpointKey) -> tuple[int, int]:
-    """Order of time: a later attempt's checkpoints come after everything it was resumed from."""
-    return key.attempt, key.step
+def age(key: CheckpointKey) -> tuple[int, int, int]:
+    """Order of time: a later attempt's checkpoints come after everything it was resumed from, a reduction after what it was made of."""
+    return key.attempt, key.step, key.reduced
+
+
+def worth(key: CheckpointKey) -> tuple[int, int, int]:
+    """Order in which readers want them: the newest highest, and of one checkpoint the whole one before its reductions."""
+    return key.attempt, key.step, -key.reduced
 
 
 def within(key: CheckpointKey, limits: Mapping[int, int | None]) -> bool:

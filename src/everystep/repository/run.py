@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 from everystep.errors import ConflictError, NotFoundError
 from everystep.manifest import Manifest, Part, encode
-from everystep.policy import Candidate, Keep, Kept, retain
-from everystep.repository.records import UNREADABLE, CheckpointKey, Tombstone, manifest_key, part_name, within
-from everystep.repository.sweeping import Forgetting
+from everystep.policy import Keep, Kept, retain
+from everystep.repository.records import UNREADABLE, CheckpointKey, Tombstone, manifest_key, part_name
+from everystep.repository.reducing import Reducing
 from everystep.repository.verifying import verify_objects, verify_own_parts, verify_parts
 
 
-class Repository(Forgetting):
+class Repository(Reducing):
     """A run on one store. Cheap to make; holds no connection, and remembers only what never changes. Thread-safe.
 
-    Reading is in ``published.py``, deleting in ``sweeping.py``, attempts in ``attempts.py``; here are the writes of a save.
+    Reading is in ``published.py``, deleting in ``sweeping.py``, reducing in ``reducing.py``, attempts in ``attempts.py``; here are the
+    writes of a save.
     """
 
     # -- writing, in this order: data, part, manifest --------------------------------------------------
@@ -63,9 +64,10 @@ class Repository(Forgetting):
             ConflictError: A higher attempt exists that does not go on from this step (``kind`` "superseded-attempt"), another manifest is
                 there ("manifest"), or the key was given up or forgotten, or its data is gone ("forgotten").
         """
-        key = CheckpointKey(manifest.step, manifest.attempt)
+        key = CheckpointKey(manifest.step, manifest.attempt, manifest.reduced)
         self._refuse_elsewhere()
-        self._refuse_if_superseded(key)
+        if not key.reduced:  # a reduction is of what is committed: nobody goes on from it, and whoever makes it need not be a trainer
+            self._refuse_if_superseded(key)
         if key in self._keys("forgotten/"):
             self._refuse_given_up(key)
         if manifest.metrics:
@@ -77,7 +79,7 @@ class Repository(Forgetting):
         # By the listing and by the name: a network mount may be behind with either.
         listed = key in self._keys("forgotten/")
         self._refuse_given_up(key, listed=listed)
-        superseded = self.newest_attempt() > key.attempt
+        superseded = key.reduced > 0 or self.newest_attempt() > key.attempt
         if (superseded or manifest.nodes > 1) and not self._all_there(manifest, key, every=superseded):
             # We slept between the first look and the creation, and it was forgotten, or a newer attempt's sweep took the data; the
             # tombstone may be gone too.
@@ -142,26 +144,7 @@ class Repository(Forgetting):
     # -- retention and checking ------------------------------------------------------------------------------------
     def retention(self, keep: Keep, *, now: float) -> list[Kept]:
         """Decide (not do) what to keep, with reasons. Sees all attempts' committed checkpoints; incomplete ones count for nothing."""
-        keys, limits = self.keys(), self._limits()
-        pins, held, verified = self._keys("pins/"), self._held(now=now), self._keys("verified/")
-        measured = self._keys("metrics/") if keep.best else set()
-        return retain(
-            [
-                Candidate(
-                    key=str(key), step=key.step, attempt=key.attempt, metrics=self._metrics_or_none(key) if key in measured else {},
-                    pinned=key in pins, held=key in held, verified=self._read_verified(key) if key in verified else None,
-                    in_lineage=within(key, limits),
-                )
-                for key in keys
-            ],
-            keep,
-        )  # fmt: skip
-
-    def _metrics_or_none(self, key: CheckpointKey) -> dict[str, float]:
-        try:
-            return self.metrics(key)
-        except (NotFoundError, *UNREADABLE):
-            return {}
+        return retain(self._candidates(now=now, measured=keep.best > 0), keep)
 
     def verify(self, key: CheckpointKey, *, threads: int = 2) -> Iterator[tuple[str, int, str]]:
         """Read every byte and compare; yields (object key, nbytes, "" or what is wrong) as it goes: manifest, parts, data files.
@@ -177,6 +160,9 @@ class Repository(Forgetting):
             yield name, len(data), error.message
             return
         yield name, len(data), ""
+        if manifest.reduced:  # the parts were those of the whole one
+            yield from verify_objects(self.store, manifest, threads=threads)
+            return
         folder = self.data_key(key, "")
         parts = [self.data_key(key, part_name(node)) for node in range(manifest.nodes)]
         there = {stored for stored, _ in self.store.list(folder)}

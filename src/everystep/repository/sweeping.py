@@ -26,6 +26,7 @@ from everystep.store import Store
 
 _log = logging.getLogger(__name__)
 _RECORDS = ("pins/", "verified/", "metrics/")
+_EXPORTED = "consolidated/"
 _TEMPORARY_AGE_S = 3600.0
 
 
@@ -42,11 +43,16 @@ class Forgetting(Published):
 
         With ``sole_committer`` (nobody else can commit this key late: with several nodes, all have settled it) the tombstone goes at
         the end.
-        Data that another checkpoint's manifest refers to stays until that one is forgotten too.
+        Data that another checkpoint's manifest refers to stays until that one is forgotten too: what this one was the last to need of
+        forgotten ones goes with it.
 
         Raises:
             ConflictError: It is pinned (``kind`` "pinned") or being read ("held"): nothing has changed.
         """
+        return self._forget(key, sole_committer=sole_committer)
+
+    def _forget(self, key: CheckpointKey, *, sole_committer: bool = False, heir: CheckpointKey | None = None) -> int:
+        """``heir``: its reduction, which gets metrics that came late."""
         self._refuse_if_protected(key)
         created = self._fates.forget(key)
         try:
@@ -55,12 +61,16 @@ class Forgetting(Published):
             if created:  # another's stays: the sweep calls it off, or goes on when the reader has finished
                 self.store.delete(tombstone_key(key))
             raise
+        lenders = self._lenders(key)
         freed = self._delete_manifest(key)
+        if heir is not None and key in self._keys("metrics/"):
+            self._merge_metrics(heir, self._metrics_to_merge(key)[0])
         bytes_of_data, rest = self._delete_data(key)
+        freed += bytes_of_data + self._delete_lent(lenders, over=key.full if sole_committer else None)
         self._delete_records(key)
         if sole_committer and not rest:
             self.store.delete(tombstone_key(key))
-        return freed + bytes_of_data
+        return freed
 
     def give_up(self, key: CheckpointKey, reason: str) -> int:
         """Decide that a checkpoint will never be committed, by any node, and delete what this store has of it; returns bytes freed.
@@ -117,11 +127,43 @@ class Forgetting(Published):
         if not any(name.startswith(folder) for name in needed):
             return self.store.delete_folder(folder), False
         freed = 0
+        exported = self._exported_beside(key)
         for name, nbytes in list(self.store.list(folder)):
-            if name not in needed:
+            if name not in needed and not name.startswith(exported):
                 self.store.delete(name)
                 freed += nbytes
         return freed, True
+
+    def _exported_beside(self, key: CheckpointKey) -> tuple[str, ...]:
+        """The model that was exported into a checkpoint's folder: it stays for as long as a reduction of that one is there."""
+        names = self._keys("manifests/")
+        reductions = {one for one in names if one.reduced and one.full == key}
+        there = reductions - self._fates.gone(reductions, self._keys("forgotten/")) if reductions else reductions
+        return (f"data/{key}/{_EXPORTED}",) if there else ()
+
+    def _lenders(self, key: CheckpointKey) -> set[CheckpointKey]:
+        """Forgotten checkpoints in whose folders data of this one lies. Its manifest is read only where there may be some."""
+        if not self._keys("forgotten/") - {key}:
+            return set()
+        try:
+            names = self._read_references(key, self.store.size(manifest_key(key)))
+        except (NotFoundError, *UNREADABLE):
+            return {key.full} - {key}
+        return {owner for name in names if name.startswith("data/") and (owner := parsed(name.split("/")[1]))}
+
+    def _delete_lent(self, lenders: Collection[CheckpointKey], *, over: CheckpointKey | None = None) -> int:
+        """Of forgotten checkpoints the data that was there for one that is gone by now. ``over``: whose tombstone may go as well."""
+        if not lenders:
+            return 0
+        forgotten, committed = self._keys("forgotten/"), self._keys("manifests/")
+        freed = 0
+        for lender in sorted(lenders, key=age):
+            if lender in forgotten and lender not in committed:
+                nbytes, rest = self._delete_data(lender)
+                freed += nbytes
+                if lender == over and not rest:
+                    self.store.delete(tombstone_key(lender))
+        return freed
 
     def _delete_records(self, key: CheckpointKey) -> None:
         self.store.delete_folder(f"holds/{key}/")
@@ -132,21 +174,31 @@ class Forgetting(Published):
     def _references(self, *, but: CheckpointKey | None = None) -> tuple[set[str], list[CheckpointKey]]:
         """Object keys of other checkpoints that committed manifests refer to, and the manifests that could not be read.
 
-        Each manifest is read once by each process: the rest of the time this costs two listings.
+        Each manifest is read once by each process: the rest of the time this costs three listings. Another process may reduce a checkpoint
+        meanwhile: it creates the new manifest, then leaves the tombstone, then deletes the old manifest, and one of the two has to be
+        seen. So tombstones are listed first, and manifests until nothing has changed between two listings.
         """
         needed: set[str] = set()
-        unreadable = []
-        sizes = self._sizes("manifests/")
+        unreadable: set[CheckpointKey] = set()
+        forgotten = self._keys("forgotten/")
+        sizes, seen = self._sizes("manifests/"), set[CheckpointKey]()
+        gone = self._fates.gone(sizes, forgotten)
+        while True:
+            for key in sizes.keys() - gone - seen:
+                if key == but:
+                    continue
+                try:
+                    needed |= self._read_references(key, sizes[key])
+                except NotFoundError:
+                    continue
+                except UNREADABLE:
+                    unreadable.add(key)
+            again = self._sizes("manifests/")
+            if again.keys() == sizes.keys():
+                break
+            seen |= sizes.keys()
+            sizes = again
         self._known.keep(sizes)
-        for key in sizes.keys() - self._keys("forgotten/"):
-            if key == but:
-                continue
-            try:
-                needed |= self._read_references(key, sizes[key])
-            except NotFoundError:
-                continue
-            except UNREADABLE:
-                unreadable.append(key)
         return needed, sorted(unreadable, key=age)
 
     def _read_references(self, key: CheckpointKey, nbytes: int) -> frozenset[str]:
@@ -247,7 +299,9 @@ class Forgetting(Published):
                     why = f"the unreadable manifest of step {later.step} (attempt {later.attempt}) may refer to it: forget that one first"
                     yield Swept(folder, f"{reason}, but {why}", 0, blocked=True)
                 elif any(name.startswith(folder) for name in needed):
-                    yield from (Swept(name, reason, nbytes) for name, nbytes in self.store.list(folder) if name not in needed)
+                    stays = self._exported_beside(key)
+                    found = ((name, nbytes) for name, nbytes in self.store.list(folder) if not name.startswith(stays))
+                    yield from (Swept(name, reason, nbytes) for name, nbytes in found if name not in needed)
                 else:
                     yield Swept(folder, reason, self._nbytes(folder))
 
@@ -264,7 +318,8 @@ class Forgetting(Published):
         for folder, key in recorded:
             # Of a live attempt what is older than all it keeps is no save on its way; but a pin may wait for one.
             passed = key.attempt == newest and oldest is not None and key < oldest and folder != "pins/"
-            if key not in there and (key in doomed or key.attempt < newest or (key.attempt == newest and not alive) or passed):
+            # A reduction has no data of its own: it is committed while what it is made of is there.
+            if not {key, key.full} & there and (key in doomed or key.attempt < newest or (key.attempt == newest and not alive) or passed):
                 yield Swept(f"{folder}{key}.json", "its checkpoint is gone", 0)
 
     def _plan_tombstones(
@@ -295,7 +350,8 @@ class Forgetting(Published):
             if key is not None and parts[0] == "manifests" and not parts[-1].startswith(".") and not self._fates.marked(key):
                 if self.pinned(key) or self.held(key, now=time.time()):
                     continue  # since the plan was made
-                freed += self._delete_manifest(key) + self._delete_data(key)[0]
+                lenders = self._lenders(key)
+                freed += self._delete_manifest(key) + self._delete_data(key)[0] + self._delete_lent(lenders)
                 self._delete_records(key)
             elif key is not None and parts[0] == "data" and not parts[-1].startswith("."):
                 freed += self._sweep_data(key, item)

@@ -19,9 +19,11 @@ def store_keys() -> st.SearchStrategy[str]:
     return st.lists(_NAMES, min_size=1, max_size=4).map("/".join)
 
 
-def checkpoint_keys(*, max_step: int = 10**13, max_attempt: int = 10**6) -> st.SearchStrategy[CheckpointKey]:
-    """Keys of checkpoints."""
-    return st.builds(CheckpointKey, step=st.integers(0, max_step), attempt=st.integers(1, max_attempt))
+def checkpoint_keys(*, max_step: int = 10**13, max_attempt: int = 10**6, max_reduced: int = 3) -> st.SearchStrategy[CheckpointKey]:
+    """Keys of checkpoints, reduced ones too."""
+    return st.builds(
+        CheckpointKey, step=st.integers(0, max_step), attempt=st.integers(1, max_attempt), reduced=st.integers(0, max_reduced)
+    )
 
 
 def keeps() -> st.SearchStrategy[Keep]:
@@ -36,7 +38,7 @@ def candidates(*, max_size: int = 12) -> st.SearchStrategy[list[Candidate]]:
     """Committed checkpoints with distinct keys, as retention sees them."""
     one = st.builds(
         lambda key, loss, **flags: Candidate(
-            key=str(key), step=key.step, attempt=key.attempt, metrics={} if loss is None else {"loss": loss}, **flags
+            key=str(key), step=key.step, attempt=key.attempt, reduced=key.reduced, metrics={} if loss is None else {"loss": loss}, **flags
         ),
         checkpoint_keys(max_step=40, max_attempt=3), st.none() | st.floats(width=16), pinned=st.booleans(), held=st.booleans(),
         verified=st.none() | st.booleans(), in_lineage=st.booleans(),

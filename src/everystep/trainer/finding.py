@@ -4,13 +4,18 @@ Theory of operation. Each node tells what its agent holds in memory (its own sha
 Rank 0 makes of it a list of *choices*, newest first: a step counts when the nodes found cover all nodes that saved it. Then all ranks try
 one choice after the other. Each asks what it needs of the checkpoint, and all hear whether it fits everybody (*fits*) before anybody's
 tensors change; each reads, and all hear whether everybody succeeded (*restored*); if not, the next choice is tried.
+
+A reduced checkpoint (``Repository.reduce``) lacks some groups. It is a choice where its step is asked for, or where none of the names that
+are asked for can be of these groups; else it is told of as lacking.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +25,7 @@ import msgspec
 from everystep.agent import messages
 from everystep.agent.client import AgentClient
 from everystep.agent.peers import PeerClient
-from everystep.errors import AgentError, CheckpointError, ConflictError, CorruptionError, NotFoundError, TransientStoreError
+from everystep.errors import AgentError, CheckpointError, ConflictError, CorruptionError, LayoutError, NotFoundError, TransientStoreError
 from everystep.manifest import Manifest, check, decode, merge
 from everystep.plan import Fetch, node_of_file
 from everystep.repository import CheckpointKey, Repository, Skipped, lineage_limits, within
@@ -73,6 +78,9 @@ class Listed(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     parts: tuple[int, ...] | None = None
     committed: bool = True
+    reduced: int = 0
+    dropped: tuple[str, ...] = ()
+    """Groups that a reduced one lacks."""
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True):
@@ -111,11 +119,14 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
     """For each node that saved it, where its share is; empty: in the store that every rank sees."""
     manifests: tuple[int, ...] = ()
     """Nodes whose stores have the manifest, where not every rank sees it."""
+    reduced: int = 0
+    dropped: tuple[str, ...] = ()
+    """Groups that a reduced one lacks."""
 
     @property
     def key(self) -> CheckpointKey:
-        """Step and attempt."""
-        return CheckpointKey(self.step, self.attempt)
+        """Step and attempt, and which reduction."""
+        return CheckpointKey(self.step, self.attempt, self.reduced)
 
 
 def view(repository: Repository, client: AgentClient | None) -> View:
@@ -124,8 +135,9 @@ def view(repository: Repository, client: AgentClient | None) -> View:
     listed = []
     for key in repository.keys():
         seen = attempts.get(key.attempt)
-        apart = seen is not None and seen.nodes > 1 and not seen.shared
-        listed.append(Listed(key.step, key.attempt, tuple(sorted(repository.parts_there(key))) if apart else None))
+        apart = seen is not None and seen.nodes > 1 and not seen.shared and not key.reduced
+        parts = tuple(sorted(repository.parts_there(key))) if apart else None
+        listed.append(Listed(key.step, key.attempt, parts, reduced=key.reduced, dropped=_dropped(repository, key)))
     listed += [
         Listed(key.step, key.attempt, tuple(sorted(repository.parts_there(key))), committed=False)
         for key in sorted(repository.perhaps_elsewhere())
@@ -135,6 +147,13 @@ def view(repository: Repository, client: AgentClient | None) -> View:
         for one in (_snapshots(client) if client is not None else [])
     ]
     return View(tuple(held), tuple(listed), attempts, repository.newest_attempt())
+
+
+def _dropped(repository: Repository, key: CheckpointKey) -> tuple[str, ...]:
+    try:
+        return repository.dropped(key)
+    except _PASSED_OVER:
+        return ()  # whoever wants to restore it hears what is wrong
 
 
 def _seen(record: Any) -> Seen:
@@ -159,17 +178,40 @@ class Lacking(msgspec.Struct, frozen=True, array_like=True):
     absent: tuple[int, ...]
     """Saved nodes of which nothing is found."""
     manifests: tuple[int, ...] = ()
+    reduced: int = 0
+    """Not 0: nothing is absent but the groups that were ``dropped``."""
+    dropped: tuple[str, ...] = ()
 
     @property
     def key(self) -> CheckpointKey:
-        """Step and attempt."""
-        return CheckpointKey(self.step, self.attempt)
+        """Step and attempt, and which reduction."""
+        return CheckpointKey(self.step, self.attempt, self.reduced)
 
     def __str__(self) -> str:
+        if self.reduced:
+            return was_reduced(self.dropped)
         which = ", ".join(str(node + 1) for node in self.absent[:8]) + (" ..." if len(self.absent) > 8 else "")
         share = "files" if self.tier == "disk" else "memory"
         are, s = "are" if self.tier == "disk" else "is", "s" * (len(self.absent) > 1)
         return f"the {share} of node{s} {which} of the {self.nodes} that saved it {are} nowhere on the nodes found"
+
+
+def was_reduced(dropped: Sequence[str]) -> str:
+    """What is said of a reduced checkpoint."""
+    if not dropped:
+        return "it was reduced: groups were dropped from it"
+    return f"it was reduced: {', '.join(map(repr, dropped))} {'was' if len(dropped) == 1 else 'were'} dropped from it"
+
+
+def is_satisfied(include: Sequence[str], dropped: Sequence[str]) -> bool:
+    """Whether none of the patterns can match a name in one of the groups. When in doubt it is not."""
+    for pattern in include:
+        head = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+        for group in dropped:
+            inside = group + "."
+            if fnmatch.fnmatchcase(group, pattern) or head.startswith(inside) or (head != pattern and inside.startswith(head)):
+                return False
+    return bool(dropped)
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
@@ -181,8 +223,11 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     """Steps of which something is there, but not all, newest first."""
 
 
-def choose(views: Sequence[View], *, step: int | None) -> Found:
-    """What can be restored from what the nodes have (of ``step`` alone, when one is asked for), and what cannot."""
+def choose(views: Sequence[View], *, step: int | None, include: Sequence[str] | None = None) -> Found:
+    """What can be restored from what the nodes have (of ``step`` alone, when one is asked for), and what cannot.
+
+    ``include``: patterns of the only names that are asked for.
+    """
     attempts: dict[int, Seen] = {}
     for one in views:
         attempts.update(one.attempts)
@@ -193,10 +238,19 @@ def choose(views: Sequence[View], *, step: int | None) -> Found:
     own = [one for one in found if within(one.key, limits)]
     if step is not None and not own:
         own = [one for one in found if one.tier == "disk"]
-    own.sort(key=lambda one: (one.attempt, one.step, _RANK[one.tier]), reverse=True)
+    if step is None:
+        own = [one if isinstance(one, Lacking) else _if_satisfied(one, include) for one in own]
+    own.sort(key=lambda one: (one.attempt, one.step, -one.reduced, _RANK[one.tier]), reverse=True)
     choices = [one for one in own if isinstance(one, Choice)]
-    whole = {one.key for one in choices}
-    return Found(choices, [one for one in own if isinstance(one, Lacking) and one.key not in whole])
+    whole = {one.key.full for one in choices}
+    return Found(choices, [one for one in own if isinstance(one, Lacking) and one.key.full not in whole])
+
+
+def _if_satisfied(choice: Choice, include: Sequence[str] | None) -> Choice | Lacking:
+    """A reduced checkpoint counts where nothing is asked for that it lacks."""
+    if not choice.reduced or (include is not None and is_satisfied([include] if isinstance(include, str) else include, choice.dropped)):
+        return choice
+    return Lacking(choice.step, choice.attempt, choice.tier, 1, (), choice.manifests, choice.reduced, choice.dropped)
 
 
 def _refuse_several_histories(views: Sequence[View], attempts: Iterable[int]) -> None:
@@ -229,20 +283,23 @@ def _in_memory(views: Sequence[View]) -> Iterator[Choice | Lacking]:
 
 
 def _on_disk(views: Sequence[View], attempts: Mapping[int, Seen]) -> Iterator[Choice | Lacking]:
-    stores: dict[tuple[int, int], dict[int, tuple[int, ...] | None]] = {}
-    committed: dict[tuple[int, int], list[int]] = {}
+    stores: dict[tuple[int, int, int], dict[int, tuple[int, ...] | None]] = {}
+    committed: dict[tuple[int, int, int], list[int]] = {}
+    lacks: dict[tuple[int, int, int], tuple[str, ...]] = {}
     for node, one in enumerate(views):
         for listed in one.listed:
-            stores.setdefault((listed.attempt, listed.step), {})[node] = listed.parts
+            known = listed.attempt, listed.step, listed.reduced
+            stores.setdefault(known, {})[node] = listed.parts
             if listed.committed:
-                committed.setdefault((listed.attempt, listed.step), []).append(node)
-    for (attempt, step), manifests in committed.items():
-        by_node, seen = stores[attempt, step], attempts.get(attempt)
-        if seen is None or seen.nodes == 1 or seen.shared:
+                committed.setdefault(known, []).append(node)
+                lacks[known] = lacks.get(known) or listed.dropped
+    for (attempt, step, reduced), manifests in committed.items():
+        by_node, seen = stores[attempt, step, reduced], attempts.get(attempt)
+        if seen is None or seen.nodes == 1 or seen.shared or reduced:
             # One that all nodes saved into one store is there for all, whatever a node's listing may say yet.
-            everywhere = len(manifests) == len(views) or (seen is not None and seen.nodes > 1)
+            everywhere = len(manifests) == len(views) or (seen is not None and seen.nodes > 1 and seen.shared)
             sources = () if everywhere else (tuple(map(Where, manifests)),)
-            yield Choice(step, attempt, "disk", sources, tuple(manifests))
+            yield Choice(step, attempt, "disk", sources, tuple(manifests), reduced, lacks[attempt, step, reduced])
             continue
         apart = tuple(
             tuple(Where(node) for node, parts in sorted(by_node.items()) if saved in (parts or ())) for saved in range(seen.nodes)
@@ -391,8 +448,11 @@ def restore(
     step: int | None,
     apply: Callable[[Any], RestoreReport],
     notice: Callable[[str], None],
+    include: Sequence[str] | None = None,
 ) -> tuple[RestoredFrom, RestoreReport] | None:
     """All ranks restore the newest checkpoint (or that of ``step``) that verifies on every rank; None when there is none at all.
+
+    ``include``: the patterns of names that ``apply`` asks for; a reduced checkpoint counts where it has all of them.
 
     Raises:
         NotFoundError: ``step`` is not there; names the steps that are.
@@ -400,7 +460,7 @@ def restore(
         CheckpointError: It does not fit a rank's state: nothing was changed on any rank.
     """
     url = reach.repository.store.url
-    found, steps = _found(world, reach, step)
+    found, steps = _found(world, reach, step, include)
     choices = found.choices
     if found.lacking and not choices:
         raise lacking_error(url, found.lacking)
@@ -416,6 +476,8 @@ def restore(
     for choice in choices:
         tried = _try(world, reach, choice, apply)
         if tried.report is not None:
+            if choice.reduced:
+                notice(f"step {choice.step} is restored without a part of what was saved: {was_reduced(choice.dropped)}")
             _catch_up(reach, choice, notice)
             return RestoredFrom(key=choice.key, tier=choice.tier, nbytes=tried.nbytes, skipped=tuple(skipped)), tried.report
         touched = touched or tried.touched
@@ -445,14 +507,17 @@ def _catch_up(reach: Reach, choice: Choice, notice: Callable[[str], None]) -> No
 def lacking_error(url: str, lacking: Sequence[Lacking]) -> CorruptionError:
     """The error when there are checkpoints, and none of them is whole."""
     first = lacking[0]
+    hint = "start the job on the nodes that have them, or mount their disks; fresh=True starts from scratch"
+    if first.reduced:
+        hint = f"restore(step={first.step}, include=['<group>.*']) takes groups that are left; fresh=True starts from scratch"
     more = f"; nor are {len(lacking) - 1} older ones" if len(lacking) > 1 else ""
     return CorruptionError(
         f"step {first.step} of run {url!r} cannot be restored: {first}{more}", step=first.step, key=str(first.key), kind="incomplete",
-        hint="start the job on the nodes that have them, or mount their disks; fresh=True starts from scratch",
+        hint=hint,
     )  # fmt: skip
 
 
-def _found(world: World, reach: Reach, step: int | None) -> tuple[Found, list[int]]:
+def _found(world: World, reach: Reach, step: int | None, include: Sequence[str] | None) -> tuple[Found, list[int]]:
     """What there is to try, as rank 0 decides; and, when ``step`` is asked for and not there, which steps are."""
     mine = None
     with world.agreeing():
@@ -463,7 +528,7 @@ def _found(world: World, reach: Reach, step: int | None) -> tuple[Found, list[in
     with world.agreeing():
         if told is not None:
             views = [seen for data in told if (seen := msgspec.msgpack.decode(data, type=View | None)) is not None]
-            found = choose(views, step=step)
+            found = choose(views, step=step, include=include)
             steps = [] if found.choices or step is None else sorted({one.step for one in choose(views, step=None).choices})
             decided = msgspec.msgpack.encode((found, steps))
     return msgspec.msgpack.decode(world.share("choices", decided), type=tuple[Found, list[int]])
@@ -501,7 +566,7 @@ def _try(world: World, reach: Reach, choice: Choice, apply: Callable[[Any], Rest
     try:
         with world.agreeing(*_PASSED_OVER, _PassedOver), Buffers(nbytes=FETCH_NBYTES) as buffers, opened(choice, reach, buffers) as found:
             reader = ManifestReader(*found, threads=threads, rank=world.rank, neighbours=ranks - 1)
-            report = apply(_Asking(reader, fits))
+            report = _applied(apply, _Asking(reader, fits), found[0])
             fits()
     except _PASSED_OVER as error:
         if is_told(error):
@@ -520,6 +585,19 @@ def _try(world: World, reach: Reach, choice: Choice, apply: Callable[[Any], Rest
         why = str(mine) if world.size == 1 else "; ".join(str(one.error()) for one in told[:3])
         return _Tried(None, nbytes, touched, why)
     return _Tried(report, nbytes, touched)
+
+
+def _applied(apply: Callable[[Any], RestoreReport], asking: _Asking, manifest: Manifest) -> RestoreReport:
+    """What a reduced checkpoint lacks is said where it does not fit."""
+    try:
+        return apply(asking)
+    except LayoutError as error:
+        if not manifest.dropped or is_told(error):
+            raise
+        raise LayoutError(
+            f"{error.message}; step {manifest.step} is not whole: {was_reduced(manifest.dropped)}", step=error.step, rank=error.rank,
+            key=error.key, kind=error.kind, hint="name what is left with include=[...], or another step",
+        ) from error  # fmt: skip
 
 
 def _told(error: CheckpointError | None, world: World) -> Any:

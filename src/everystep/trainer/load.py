@@ -11,7 +11,7 @@ from everystep.agent.client import AgentClient
 from everystep.errors import AgentError, LayoutError, NotFoundError
 from everystep.repository import Repository
 from everystep.trainer.arguments import as_url, outside_inference
-from everystep.trainer.finding import Reach, restore
+from everystep.trainer.finding import Reach, restore, was_reduced
 from everystep.trainer.state import RestoreReport, load_state
 from everystep.trainer.topology import ALONE
 from everystep.trainer.world import World
@@ -47,9 +47,11 @@ def load(path: str | os.PathLike[str], *, step: int | None = None, include: Sequ
 
         with outside_inference():
             reach = Reach(repository=repository, client=client, where=ALONE, addresses=(), token=b"")
-            found = restore(World.alone(), reach, step=step, apply=apply, notice=_log.warning)
+            found = restore(World.alone(), reach, step=step, apply=apply, notice=_log.warning, include=include)
         if found is not None and include is not None and not taken:
-            message = f"include {list(include)!r} matches nothing in step {found[0].key.step} of run {repository.store.url!r}"
+            key = found[0].key
+            message = f"include {list(include)!r} matches nothing in step {key.step} of run {repository.store.url!r}"
+            message += f"; {was_reduced(repository.dropped(key))}" if key.reduced else ""
             raise LayoutError(message, kind="include", hint="patterns are matched with full names, such as 'model.*'")
         if found is None:
             message = f"run {repository.store.url!r} has no checkpoint yet"
