@@ -68,10 +68,21 @@ class _OtherError(Exception):
 
 
 def _tensor(*told: Any) -> _Told:
-    if len(told) not in {6, 8} or not isinstance(told[0], _Storage) or told[7:] not in {(), (None,)}:
+    """``_rebuild_tensor_v2``: its dtype is the storage's; more than six arguments are attributes that it needs."""
+    if len(told) != 6 or not isinstance(told[0], _Storage):
         raise _OtherError
+    return _checked(told, told[0].dtype)
+
+
+def _typed_tensor(*told: Any) -> _Told:
+    """``_rebuild_tensor_v3``: its storage has no dtype, the seventh argument is the tensor's."""
+    if len(told) not in {7, 8} or not isinstance(told[0], _Storage) or told[7:] not in {(), (None,)}:
+        raise _OtherError
+    return _checked(told, told[6])
+
+
+def _checked(told: tuple[Any, ...], dtype: object) -> _Told:
     storage, first, shape, strides = told[:4]
-    dtype = storage.dtype if len(told) == 6 else told[6]
     good = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)
     if (
         not good
@@ -82,10 +93,13 @@ def _tensor(*told: Any) -> _Told:
     return _Told(storage, first, shape, strides, dtype)
 
 
-class _Unpickler(pickle.Unpickler):
+_REBUILT = {"_rebuild_tensor_v2": _tensor, "_rebuild_tensor_v3": _typed_tensor}
+
+
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001 (see unpickling.py: that in C makes its memo as large as a few bytes say)
     def find_class(self, module: str, name: str, /) -> Any:
-        if module == "torch._utils" and name in {"_rebuild_tensor_v2", "_rebuild_tensor_v3"}:
-            return _tensor
+        if module == "torch._utils" and name in _REBUILT:
+            return _REBUILT[name]
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if module in {"torch", "torch.storage"} and name in _STORAGES:

@@ -7,13 +7,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from everystep import safetensors
 from everystep.errors import CorruptionError, LayoutError, NotFoundError
 from everystep.foreign.dtypes import WORDS
+from everystep.foreign.sharded import read_header, regions_of
 from everystep.foreign.unpickling import Place, ToldMetadata, is_inside, unpickled
 from everystep.region import Region, whole
 
@@ -174,8 +173,8 @@ class Stored:
                                       kind="index", hint=_HINT)  # fmt: skip
 
     def _add_file(self, path: str, before: set[str]) -> None:
-        header = _header(path)
-        regions = _regions(path, header)
+        header = read_header(path)
+        regions = regions_of(path, header)
         for entry in header.entries:
             region, shape = regions.get(entry.name, (whole(entry.shape), entry.shape))
             place = Place(os.path.basename(path), header.data_start + entry.begin, entry.end - entry.begin)
@@ -241,43 +240,3 @@ def _gaps(names: Iterable[str]) -> list[str]:
                 if f"{number:0{len(total)}d}" not in numbers
             ]
     return lost
-
-
-def _header(path: str) -> safetensors.Header:
-    try:
-        with open(path, "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            first = file.read(8)
-            start = safetensors.data_start(first, nbytes)
-            return safetensors.parse(first + file.read(start - 8), nbytes)
-    except OSError as error:
-        raise CorruptionError(f"cannot read {path!r}: {error.strerror}", key=path, kind="unreadable", hint=_HINT) from None
-    except (CorruptionError, LayoutError) as error:
-        raise type(error)(f"{path!r}: {error.message}", key=path, kind=error.kind, hint=error.hint) from None
-
-
-def _regions(path: str, header: safetensors.Header) -> dict[str, tuple[Region, tuple[int, ...]]]:
-    """Entry -> its region, and a shape that the whole tensor has at least; for files whose entries are parts of tensors."""
-    text = header.metadata.get("DCP_SHARDING_INFO")
-    if text is None:
-        return {}
-    try:
-        told: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        told = None
-    found = {}
-    for entry in header.entries:
-        offsets: Any = told.get(entry.name, {}).get("saved_offsets") if _is_map(told) and _is_map(told.get(entry.name)) else None
-        good = isinstance(offsets, list) and len(offsets) == len(entry.shape)
-        if not good or not all(type(number) is int and 0 <= number < 1 << 62 for number in offsets):
-            raise CorruptionError(f"{path!r}: DCP_SHARDING_INFO does not say where {entry.name!r} belongs: {offsets!r:.100}", key=path,
-                                  kind="safetensors", hint=_HINT)  # fmt: skip
-        region = Region(tuple(offsets), entry.shape)
-        # An empty shard says nothing about the size of the whole.
-        shape = tuple(offset + size for offset, size in zip(offsets, entry.shape, strict=True)) if region.numel else entry.shape
-        found[entry.name] = region, shape
-    return found
-
-
-def _is_map(told: object) -> bool:
-    return isinstance(told, Mapping)
