@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from everystep import __version__
-from everystep.cli import agent, demo, diff, doctor, forget, ls, pin, show, stats, sweep, verify
+from everystep.cli import agent, consolidate, demo, diff, doctor, exports, forget, ls, pin, show, stats, sweep, verify, watch
 from everystep.cli.usage import Command, Group
 
 __all__ = ["app"]
@@ -41,6 +41,10 @@ app.command("diff", cls=Command, short_help="Which tensors of two checkpoints di
 app.command("pin", cls=Command, short_help="Keep a checkpoint, whatever retention says.")(pin.pin)
 app.command("forget", cls=Command, short_help="Unpublish checkpoints and delete their data.")(forget.forget)
 app.command("sweep", cls=Command, short_help="Delete data that nobody refers to.")(sweep.sweep)
+app.command("consolidate", cls=consolidate.WithAddress, short_help="Write whole Hugging Face safetensors.")(consolidate.consolidate)
+app.command("consolidate-worker", cls=Command, hidden=True)(consolidate.worker)
+app.command("watch", cls=Command, short_help="Consolidate what a running job saves, by a schedule.")(watch.watch)
+app.command("exports", cls=Command, short_help="What was exported, and where LATEST leads.")(exports.exports)
 app.command("stats", cls=Command, short_help="How long each phase took.")(stats.stats)
 app.command("doctor", cls=Command, short_help="Test the disk and the memory of this place.")(doctor.doctor)
 app.add_typer(agent.app, name="agent", short_help="The agents of this node.")
