@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from everystep.errors import TransientStoreError as TransientStoreError
     from everystep.policy import Cadence as Cadence
     from everystep.policy import Keep as Keep
+    from everystep.schedule import Consolidate as Consolidate
     from everystep.trainer.checkpointer import Checkpointer as Checkpointer
     from everystep.trainer.finding import RestoredFrom as RestoredFrom
     from everystep.trainer.load import load as load
     from everystep.trainer.pending import Pending as Pending
+    from everystep.trainer.pending import PendingExport as PendingExport
     from everystep.trainer.pending import Report as Report
     from everystep.trainer.preemption import Preemption as Preemption
     from everystep.trainer.preemption import PreemptionReport as PreemptionReport
@@ -44,11 +46,13 @@ _HOMES = {
     "Checkpointer": "everystep.trainer.checkpointer",
     "ConfigError": "everystep.errors",
     "ConflictError": "everystep.errors",
+    "Consolidate": "everystep.schedule",
     "CorruptionError": "everystep.errors",
     "Keep": "everystep.policy",
     "LayoutError": "everystep.errors",
     "NotFoundError": "everystep.errors",
     "Pending": "everystep.trainer.pending",
+    "PendingExport": "everystep.trainer.pending",
     "PermanentStoreError": "everystep.errors",
     "Preemption": "everystep.trainer.preemption",
     "PreemptionReport": "everystep.trainer.preemption",
@@ -72,11 +76,13 @@ __all__ = [
     "Checkpointer",
     "ConfigError",
     "ConflictError",
+    "Consolidate",
     "CorruptionError",
     "Keep",
     "LayoutError",
     "NotFoundError",
     "Pending",
+    "PendingExport",
     "PermanentStoreError",
     "Preemption",
     "PreemptionReport",

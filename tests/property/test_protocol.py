@@ -147,6 +147,12 @@ class Driver:
         if number == 0:
             self.feed(p.Signalled(grace_s=100.0))
 
+    def occupy(self, number):
+        self.feed(p.Occupied(occupied=number % 3 > 0))
+
+    def want(self, _):
+        self.feed(p.NewestWanted())
+
     def stop(self, number):
         conn = self.pick(self.conns, number)
         if conn is not None and number < 2:
@@ -198,6 +204,8 @@ class Driver:
             if isinstance(action, p.AnswerDrain) and action.complete:
                 check(after.newest() is None or after.newest().durable, "drained, but the newest is not durable")
                 check(not after.undrained(), "drained, but something is due")
+            if isinstance(action, p.Exit) and action.reason in ("idle", "the last trainer has ended"):
+                check(not after.occupied, "ends by itself while it is occupied")
             if isinstance(action, p.Exit) and action.reason in ("asked", "the last trainer has ended"):
                 check(after.newest() is None or after.newest().durable, "ends before the newest is durable")
             if isinstance(action, p.Exit) and action.reason == "idle":
@@ -208,7 +216,7 @@ class Driver:
                 check(action.request not in self.answered, "answered twice")
                 self.answered.add(action.request)
         if after.phase is p.Phase.DRAINING and after.ending == "idle" and not after.undrained() and p.next_tick_at(after) is None:
-            check(any(s.readers for s in after.slabs.values()), "an idle agent neither ends nor tries again")
+            check(after.occupied or any(s.readers for s in after.slabs.values()), "an idle agent neither ends nor tries again")
         if persisting and not before.persisting():
             check(any(isinstance(a, p.StartPersist) for a in actions), "says that it persists and does not")
 
@@ -246,6 +254,12 @@ class Driver:
 def test_invariants_hold(script, max_slabs):
     """Whatever happens in whatever order, nothing sealed is lost, nothing is refilled in use, drains tell the truth."""
     Driver(max_slabs).play(script)
+
+
+@hypothesis.given(st.lists(st.tuples(st.sampled_from((*OPS, "occupy", "occupy", "want")), st.integers(0, 7)), max_size=60))
+def test_invariants_hold_while_the_shell_has_work_of_its_own(script):
+    """The same when the agent consolidates now and then and asks for the newest on disk: then it does not end by itself."""
+    Driver(3).play(script)
 
 
 CLUSTER_OPS = (

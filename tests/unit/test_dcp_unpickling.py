@@ -189,3 +189,21 @@ def test_stream_extensions_are_refused():
     info = _StorageInfo("f", 0, 1, ["stream.zstd"])
     with pytest.raises(CorruptionError, match="zstd"):
         unpickled(pickle.dumps(metadata(storage_data={MetadataIndex("w"): info})), key="k")
+
+
+def test_an_archives_memo_is_as_small_as_the_archive():
+    """A tensor's archive whose pickle numbers its memo in millions takes no memory for that: it is only torch's to read."""
+    import tracemalloc
+    import zipfile
+
+    from everystep.foreign.archive import record_of
+
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02Nr\xff\xff\xff\x00.")  # None, put at 16,777,215 of the memo
+    tracemalloc.start()
+    try:
+        assert record_of(made, len(made.getvalue())) is None
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()

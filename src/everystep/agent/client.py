@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import select
-import site
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import msgspec
 
 from everystep.agent import messages
 from everystep.agent.memory import Mapping
-from everystep.agent.runtime import LOG_NBYTES, Place, runtime_dir, sockets
+from everystep.agent.runtime import LOG_NBYTES, Place, environment, runtime_dir, sockets
 from everystep.agent.wire import Anything, Channel
 from everystep.errors import AgentError, CheckpointError, ConfigError, CorruptionError, NotFoundError, rebuild
 from everystep.manifest import Manifest, Part, decode, merge
@@ -235,6 +234,7 @@ class AgentClient:
         replicas: int = 0,
         replica_nbytes_s: int | None = None,
         job: str = "",
+        consolidate: bytes = b"",
     ) -> None:
         """Say which attempt this is and what to keep; ConflictError when another live trainer has the run or a higher attempt exists.
 
@@ -252,6 +252,7 @@ class AgentClient:
             replicas: How many other nodes hold a copy of this one's newest snapshot.
             replica_nbytes_s: Bandwidth that this node's pulls of copies may take; None: all there is.
             job: Id of the ranks' agreement: other ranks of this job may be configured at the same time.
+            consolidate: JSON of ``schedule.to_document``; empty: nothing by itself.
         """
         if self.welcome.protocol != messages.PROTOCOL:
             raise AgentError(
@@ -262,6 +263,7 @@ class AgentClient:
             attempt=attempt, cadence_disk=cadence.disk, keep_last=keep.last, keep_best=keep.best, keep_metric=keep.metric,
             keep_mode=keep.mode, keep_every=keep.every, memory_budget=memory_budget, idle_s=self._idle_s, rank=rank, ranks=tuple(ranks),
             world=world, node=node, nodes=nodes, shared=shared, replicas=replicas, replica_nbytes_s=replica_nbytes_s, job=job,
+            consolidate=consolidate,
         ), messages.Done)  # fmt: skip
 
     def open_peers(self, token: bytes, host: str, port: int = 0) -> tuple[str, int]:
@@ -384,6 +386,19 @@ class AgentClient:
     def drain(self, *, timeout_s: float, exit: bool = False) -> messages.Drained:
         """Wait until everything sealed that should be durable is."""
         return self._ask(messages.Drain(timeout_s=timeout_s, exit=exit), messages.Drained, timeout_s=timeout_s + _DRAIN_EXTRA_S)
+
+    def consolidate(self, what: str, *, step: int, attempt: int, settings: bytes = b"") -> int:
+        """Have "latest" (at least ``step``), "best", a step or a key consolidated; returns the ticket to ask ``export`` with."""
+        return self._ask(messages.Consolidate(what=what, step=step, attempt=attempt, consolidate=settings), messages.Consolidating).ticket
+
+    def export(self, ticket: int, *, timeout_s: float) -> messages.Export:
+        """What has become of it, waiting at most so long. Raises what it failed with."""
+        return self._ask(messages.AskExport(ticket=ticket, timeout_s=timeout_s), messages.Export, timeout_s=timeout_s + _DRAIN_EXTRA_S)
+
+    def ending(self, because: str, *, timeout_s: float, settings: bytes = b"") -> messages.ExportsFinished:
+        """Say that this trainer ends ("done", "preempted", "failed"), and wait at most so long for what is due to be consolidated."""
+        return self._ask(messages.Ending(because=because, timeout_s=timeout_s, consolidate=settings), messages.ExportsFinished,
+                         timeout_s=timeout_s + _DRAIN_EXTRA_S)  # fmt: skip
 
     def stats(self) -> dict[str, object]:
         """Counters and histograms of the agent's phases (see ``agent/stats.py``)."""
@@ -657,7 +672,7 @@ def _start(place: Place, run_url: str, run_id: str, idle_s: float, *, until: flo
             try:
                 starter = subprocess.Popen(
                     command, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log.fd, pass_fds=(writing,),
-                    start_new_session=True, env=_environment(),
+                    start_new_session=True, env=environment(),
                 )  # fmt: skip
             except OSError as error:
                 message = f"the agent of run {run_url!r} cannot be started: {error}"
@@ -718,15 +733,6 @@ class _log_file:  # noqa: N801 - used as a function
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-def _environment() -> dict[str, str]:
-    """Ours, and this very package can be imported in it."""
-    environ = dict(os.environ)
-    home = str(Path(__file__).resolve().parents[2])
-    if home not in (*site.getsitepackages(), site.getusersitepackages()):
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (home, environ.get("PYTHONPATH"))))
-    return environ
 
 
 def find_agents() -> list[messages.Welcome]:

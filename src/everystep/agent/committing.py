@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -80,6 +80,10 @@ class Outcome(Protocol):
 
     def kept(self) -> Keep:
         """What retention keeps."""
+        ...
+
+    def held(self) -> Collection[CheckpointKey]:
+        """What somebody waits to read: retention leaves it for now."""
         ...
 
     def in_memory(self) -> Sequence[CheckpointKey]:
@@ -176,7 +180,7 @@ class Persister:
         conns = self._outcome.persisted(slab, snapshot, timings)
         if not team.keeps_house:
             return
-        for gone in forget_unkept(self._repository, self._outcome.kept(), self._stats):
+        for gone in forget_unkept(self._repository, self._outcome.kept(), self._stats, held=self._outcome.held()):
             self._outcome.forgotten(conns, gone)
         if self._swept_for != key.attempt:
             self._swept_for = key.attempt
@@ -370,8 +374,12 @@ def sweep_leftovers(repository: Repository, attempt: int, stats: AgentStats, *, 
         _log.info("swept %d bytes that killed processes had left behind", freed)
 
 
-def forget_unkept(repository: Repository, keep: Keep, stats: AgentStats) -> Iterable[CheckpointKey]:
-    """Do what retention decides; returns what is gone. A store that fails is told in the log and counted: the next commit tries again.
+def forget_unkept(
+    repository: Repository, keep: Keep, stats: AgentStats, *, held: Collection[CheckpointKey] = ()
+) -> Iterable[CheckpointKey]:
+    """Do what retention decides, but for what is ``held``; returns what is gone.
+
+    A store that fails is told in the log and counted: the next commit tries again.
 
     No tombstones are needed, also with several nodes: what goes is older than a committed one, and a node that has put its part of that
     one is through with the older, since it persists one after the other.
@@ -383,6 +391,8 @@ def forget_unkept(repository: Repository, keep: Keep, stats: AgentStats) -> Iter
             if kept.keep:
                 continue
             key = CheckpointKey.parse(kept.key)
+            if key in held:
+                continue
             try:
                 repository.forget(key, sole_committer=True)
             except ConflictError as error:

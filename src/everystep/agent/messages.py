@@ -130,6 +130,8 @@ class Configure(Message, frozen=True, kw_only=True):
     """Bandwidth that copies for other nodes may take; None: all there is."""
     job: str = ""
     """Random id of the ranks' agreement; empty for a process by itself."""
+    consolidate: bytes = b""
+    """JSON of ``schedule.to_document``; empty: nothing is consolidated unless somebody asks for it."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,6 +248,57 @@ class ReleaseSnapshot(Message, frozen=True, kw_only=True):
     slab: int
 
 
+class Consolidate(Message, frozen=True, kw_only=True):
+    """Consolidate ``what``: "latest" (not older than ``step`` of ``attempt``, which is made durable first), "best", a step or a key.
+
+    The ranks of a node that ask for the same at the same step get the same ticket. Answer: Consolidating.
+    """
+
+    what: str
+    step: int = -1
+    attempt: int = 0
+    consolidate: bytes = b""
+    """As in ``Configure``, for an agent that knows of no schedule."""
+
+
+class Consolidating(Message, frozen=True, kw_only=True):
+    """It has been taken on."""
+
+    ticket: int
+
+
+class AskExport(Message, frozen=True, kw_only=True):
+    """What has become of it? Answered when it is over or ``timeout_s`` has passed: Export, or Failed with why it failed."""
+
+    ticket: int
+    timeout_s: float = 0.0
+
+
+class Export(Message, frozen=True, kw_only=True):
+    """The folder of a consolidated model; ``over`` is False while it is not there."""
+
+    over: bool
+    path: str = ""
+    step: int = -1
+
+
+class Ending(Message, frozen=True, kw_only=True):
+    """The trainer has saved what it will, and why: "done" (the run is over when all ranks of the node say so), "preempted" (it may go on)
+    or "failed". Answer: ExportsFinished, when nothing is to be consolidated any more or the time is up."""
+
+    because: str
+    timeout_s: float = 0.0
+    consolidate: bytes = b""
+    """As in ``Configure``: of a trainer that has found everything done and has saved nothing."""
+
+
+class ExportsFinished(Message, frozen=True, kw_only=True):
+    """``complete``: nothing is waiting; else ``error`` says what is."""
+
+    complete: bool
+    error: str = ""
+
+
 class Bye(Message, frozen=True, kw_only=True):
     """Clean end of a trainer, after its Drain: no drain is needed when the connection closes, and the last trainer's end ends the agent."""
 
@@ -292,7 +345,8 @@ class Failed(Message, frozen=True, kw_only=True):
 class Event(Message, frozen=True, kw_only=True):
     """What became of a sealed snapshot, sent to every rank of the node that sealed it.
 
-    ``what``: "committed" | "superseded" | "failed" | "forgotten" | "complete". ``tier`` "disk"; of a "complete" one "memory": every rank
+    ``what``: "committed" | "superseded" | "failed" | "forgotten" | "complete"; of an export, to the node's first rank alone, "exported" |
+    "not exported", with a ``note`` for its log. ``tier`` "disk"; of a "complete" one "memory": every rank
     of every node has sealed it (not told to a process by itself, for which the answer to its seal says so).
     ``timings_s`` of a committed one: queue (since the seal), hash, write (fsync included), commit, total (since the seal); of several nodes
     also part and meet (waiting for the others' parts).
@@ -305,6 +359,7 @@ class Event(Message, frozen=True, kw_only=True):
     nbytes: int = 0
     timings_s: dict[str, float] = {}
     failed: Failed | None = None
+    note: str = ""
 
 
 def failure(error: BaseException, request: int, *, step: int | None = None) -> Failed:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import re
+import site
 import socket
 import stat
 from collections.abc import Iterator
@@ -57,6 +58,15 @@ def _is_ours(path: Path) -> bool:
         found = path.stat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     return False
+
+
+def environment() -> dict[str, str]:
+    """Ours, and this very package can be imported in it: for Python processes that the trainer or the agent starts."""
+    environ = dict(os.environ)
+    home = str(Path(__file__).resolve().parents[2])
+    if home not in (*site.getsitepackages(), site.getusersitepackages()):
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (home, environ.get("PYTHONPATH"))))
+    return environ
 
 
 class Place:

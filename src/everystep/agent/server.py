@@ -20,10 +20,12 @@ from typing import ClassVar
 from everystep import __version__, protocol
 from everystep.agent import messages
 from everystep.agent.committing import Others, Persister
+from everystep.agent.exporting import Exporter
 from everystep.agent.memory import Room, SlabMemory, memory_room
 from everystep.agent.persist import Snapshot, Team, check_plan
 from everystep.agent.snapshots import Sharing
 from everystep.agent.stats import AgentStats
+from everystep.agent.tickets import read_settings
 from everystep.agent.wire import HELLO_NBYTES, Anything, Channel
 from everystep.errors import AgentError, CheckpointError, ConflictError
 from everystep.manifest import Part
@@ -140,6 +142,7 @@ class AgentServer:
         self._renew_at = clock() + RENEW_S
         self._recorded = 0
         self._persister = Persister(repository, self.stats, self, self._others)
+        self.exports = Exporter(self)
         for name, target in (("prefault", self._run_prefaults), ("timer", self._run_timer)):
             threading.Thread(target=target, name=f"everystep-{name}", daemon=True).start()
 
@@ -165,6 +168,18 @@ class AgentServer:
         """SIGTERM or SIGINT came: drain, then end."""
         self.feed(protocol.Signalled(grace_s=SIGNAL_GRACE_S))
 
+    def consolidate_now(self) -> None:
+        """SIGUSR2 came: consolidate the newest checkpoint."""
+        try:
+            self.exports.ask("latest")
+        except CheckpointError as error:
+            _log.warning("%s", error)
+
+    @property
+    def team(self) -> Team:
+        """Who saves together, as the trainer said last."""
+        return self._team
+
     def on_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once, from any thread, when the agent is to end (``close`` comes after it)."""
         with self.lock:
@@ -181,6 +196,7 @@ class AgentServer:
         """End the threads and give the memory back. A persist that runs is waited for unless the end was forced."""
         with self.lock:
             forced = self.state.persisting() is not None
+        self.exports.close()
         self._persister.close(wait=not forced)
         self._sharing.close(None if forced else self._persister.last, linger_s=LINGER_S)
         with self._ticks:
@@ -228,7 +244,11 @@ class AgentServer:
             connection.send(messages.failure(error, request))
         finally:
             if connection.welcomed:
+                with self.lock:
+                    peer = self.state.peers.get(connection.number)
                 self.feed(protocol.ConnectionClosed(conn=connection.number))
+                if peer is not None and peer.role == "trainer":
+                    self.exports.left(connection.number, bye=peer.bye, attempt=peer.attempt)
             self._sharing.end_copy(connection.number)
             with self.lock:
                 self._connections.pop(connection.number, None)
@@ -263,6 +283,7 @@ class AgentServer:
 
     def _configure(self, connection: _Connection, message: messages.Configure) -> None:
         team = _team(message)
+        read_settings(message.consolidate)
         newest = self.repository.newest_attempt()
         keep = Keep(last=message.keep_last, best=message.keep_best, metric=message.keep_metric, mode=message.keep_mode,
                     every=message.keep_every)  # fmt: skip
@@ -282,6 +303,7 @@ class AgentServer:
             self._sharing.nodes.configure(message.attempt, team.node, team.nodes, message.cadence_disk, message.replicas,
                                           message.replica_nbytes_s)  # fmt: skip
         if accepted:
+            self.exports.configure(message.consolidate, message.attempt, first=message.rank == team.ranks[0])
             self._renewal = self.aside(self._renewals, self._renew)
 
     def _prepare(self, connection: _Connection, message: messages.Prepare) -> None:
@@ -358,11 +380,22 @@ class AgentServer:
         def record() -> None:
             try:
                 self.repository.record_metrics(key, message.metrics)
+                self.exports.measured(key)
                 connection.send(messages.Done(id=message.id))
             except CheckpointError as error:
                 connection.send(messages.failure(error, message.id))
 
         self.aside(self.chores, record)
+
+    def _consolidate(self, connection: _Connection, message: messages.Consolidate) -> None:
+        ticket = self.exports.ask(message.what, step=message.step, attempt=message.attempt, settings=message.consolidate)
+        connection.send(messages.Consolidating(id=message.id, ticket=ticket))
+
+    def _ask_export(self, connection: _Connection, message: messages.AskExport) -> None:
+        self.exports.await_ticket(connection.number, message.id, message.ticket, message.timeout_s)
+
+    def _ending(self, connection: _Connection, message: messages.Ending) -> None:
+        self.exports.ending(connection.number, message.id, message.because, message.timeout_s, message.consolidate)
 
     def _ask_stats(self, connection: _Connection, message: messages.AskStats) -> None:
         connection.send(messages.Stats(id=message.id, json=self.stats.encode()))
@@ -545,14 +578,16 @@ class AgentServer:
         with self.lock:
             snapshot.settled = True
             late, conns = dict(snapshot.late_metrics), self.state.slabs[slab].conns
+            if late:  # before those that come from now on: newer ones stand
+                self.aside(self.chores, lambda: self._record_late(snapshot.key, late))
+        self.exports.committed(snapshot.key, snapshot.saved_at, late)  # first: a trainer that hears of the commit may end
+        with self.lock:
             self._timings[slab] = timings
             try:
                 self.feed(protocol.PersistFinished(slab=slab))
             finally:
                 del self._timings[slab]
         self._sharing.durable(snapshot.key, nodes=snapshot.team.nodes)
-        if late:
-            self.aside(self.chores, lambda: self._record_late(snapshot.key, late))
         _log.info("step %d of attempt %d saved to disk in %.3f s", snapshot.key.step, snapshot.key.attempt, timings["total"])
         return conns
 
@@ -566,6 +601,10 @@ class AgentServer:
         """What retention keeps, as the trainer said last."""
         with self.lock:
             return self._keep
+
+    def held(self) -> frozenset[CheckpointKey]:
+        """What is to be consolidated."""
+        return self.exports.held()
 
     def in_memory(self) -> list[CheckpointKey]:
         """What may yet be committed."""
@@ -674,6 +713,7 @@ class AgentServer:
         messages.TakeSnapshot: _take, messages.ReleaseSnapshot: _release, messages.Drain: _drain,
         messages.RecordMetrics: _record_metrics, messages.AskStats: _ask_stats, messages.Stop: _stop,
         messages.Bye: _bye, messages.OpenPeers: _open_peers, messages.SetPeers: _set_peers,
+        messages.Consolidate: _consolidate, messages.AskExport: _ask_export, messages.Ending: _ending,
     }  # fmt: skip
     _actions: ClassVar[dict[type[protocol.Action], Callable[..., None]]] = {
         protocol.Accept: _do_accept, protocol.Fail: _do_fail, protocol.Refuse: _do_refuse,

@@ -76,6 +76,9 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
             os.close(ready_fd)
         _log.info("agent %d serves run %s at %s", os.getpid(), repository.run_id, run_url)
         while (number := news.wait()) is not None:
+            if number == signal.SIGUSR2:
+                server.consolidate_now()
+                continue
             server.signal()
             if number == signal.SIGINT:
                 status = INTERRUPTED
@@ -88,7 +91,7 @@ def serve(run_url: str, run_id: str | None, idle_s: float, foreground: bool = Tr
 
 
 class _News:
-    """What the main thread waits for: SIGTERM, SIGINT and the agent's end.
+    """What the main thread waits for: SIGTERM, SIGINT, SIGUSR2 (consolidate the newest now) and the agent's end.
 
     The kernel may hand a signal to any thread, and a handler written in Python runs only once something wakes the main one. So that one
     waits at a pipe, into which the interpreter writes the signal's number whichever thread it came to.
@@ -99,7 +102,7 @@ class _News:
         os.set_blocking(self._writer, False)
         self._ended = False
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)  # anything but the default: the pipe tells of it
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

@@ -24,7 +24,8 @@ Anything = (
     | messages.Drain | messages.Drained | messages.Configure | messages.Prepare | messages.Lease | messages.SlabGranted | messages.NoSlab
     | messages.GiveBack | messages.Seal | messages.RecordMetrics | messages.ReleaseSnapshot | messages.Bye | messages.AskStats
     | messages.Stats | messages.Stop | messages.OpenPeers | messages.PeersOpened | messages.SetPeers | messages.Done | messages.Failed
-    | messages.Event
+    | messages.Event | messages.Consolidate | messages.Consolidating | messages.AskExport | messages.Export | messages.Ending
+    | messages.ExportsFinished
 )  # fmt: skip
 
 

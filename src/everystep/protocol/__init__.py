@@ -59,7 +59,9 @@ from everystep.protocol.events import (
     Happened,
     KeepAsked,
     LeaseAsked,
+    NewestWanted,
     Notify,
+    Occupied,
     OfSlab,
     PersistFailed,
     PersistFinished,
@@ -118,7 +120,9 @@ __all__ = [
     "Happened",
     "KeepAsked",
     "LeaseAsked",
+    "NewestWanted",
     "Notify",
+    "Occupied",
     "OfSlab",
     "Peer",
     "PersistFailed",
@@ -399,7 +403,7 @@ def _reason_to_end(state: AgentState, now: float, *, quiet: bool, asked: bool) -
         return ""
     if state.signals and (not state.trainers() or state.signals > 1):
         return "signal"
-    if state.trainers() or any(s.readers for s in state.slabs.values()):
+    if state.trainers() or state.occupied or any(s.readers for s in state.slabs.values()):
         return ""
     if state.ending == "idle" and (_nothing_to_keep(state) or _give_up_at(state) <= now):
         return "idle"
@@ -596,8 +600,8 @@ def _bye_said(d: _Draft, e: ByeSaid, _: None) -> None:
     others = any(conn != e.conn and peer.role == "trainer" for conn, peer in state.peers.items())
     reading = any(slab.readers for slab in state.slabs.values())
     quiet = not others and not reading and not state.undrained() and _nothing_to_keep(state)
-    ending = state.peers[e.conn].role == "trainer" and quiet and state.idle_s < float("inf") and not state.orphaned
-    d.act(Accept(e.conn, e.request, ending=ending))
+    ending = state.peers[e.conn].role == "trainer" and quiet and state.idle_s < float("inf")
+    d.act(Accept(e.conn, e.request, ending=ending and not state.orphaned and not state.occupied))
 
 
 def _connection_closed(d: _Draft, e: ConnectionClosed, _: None) -> None:
@@ -633,6 +637,14 @@ def _ticked(d: _Draft, _e: Ticked, _: None) -> None:
     elif _ends_idle(d.state) and d.state.retry_at is not None and d.state.retry_at <= d.now:
         d.state.retry_at = None
         d.bind_newest()
+
+
+def _newest_wanted(d: _Draft, _e: NewestWanted, _: None) -> None:
+    d.bind_newest()
+
+
+def _occupied(d: _Draft, e: Occupied, _: None) -> None:
+    d.state.occupied = e.occupied
 
 
 def _signalled(d: _Draft, e: Signalled, _: None) -> None:
@@ -879,7 +891,7 @@ _Step = Callable[[_Draft, Any, Any], None]
 _AT_WORK: dict[type[Happened], _Step] = {
     Connected: _connected, Configured: _configured, PlanAnnounced: _plan_announced, DrainAsked: _drain_asked, StopAsked: _stop_asked,
     ByeSaid: _bye_said, ConnectionClosed: _connection_closed, Ticked: _ticked, Signalled: _signalled, Completed: _completed,
-    StepLost: _step_lost, KeepAsked: _keep_asked,
+    StepLost: _step_lost, KeepAsked: _keep_asked, NewestWanted: _newest_wanted, Occupied: _occupied,
 }  # fmt: skip
 _FREE, _FILLING, _SEALED, _PERSISTING = SlabState
 TABLE: dict[tuple[SlabState | Phase, type[Happened]], _Step] = {
@@ -899,6 +911,7 @@ TABLE: dict[tuple[SlabState | Phase, type[Happened]], _Step] = {
     **{(phase, event): step for phase in (Phase.SERVING, Phase.DRAINING) for event, step in _AT_WORK.items()},
     (Phase.SERVING, LeaseAsked): _lease_asked, (Phase.DRAINING, LeaseAsked): _no_lease_while_draining,
     **{(Phase.ENDED, event): _ended for event in (Connected, Configured, PlanAnnounced, LeaseAsked, DrainAsked, StopAsked, ByeSaid)},
-    **{(Phase.ENDED, event): _ignore for event in (ConnectionClosed, Ticked, Signalled, Completed, StepLost, KeepAsked)},
+    **{(Phase.ENDED, event): _ignore for event in (ConnectionClosed, Ticked, Signalled, Completed, StepLost, KeepAsked, NewestWanted,
+                                                           Occupied)},
 }  # fmt: skip
 """Every (state of the slab, event of a slab) and (phase, event of the agent); what is not a step of the protocol is refused here too."""

@@ -105,6 +105,18 @@ class Signalled(Happened):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NewestWanted(Happened):
+    """Somebody wants the newest snapshot on disk, and does not wait here for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Occupied(Happened):
+    """The shell has (or no longer has) work for the run besides the slabs: until that is done the agent does not end by itself."""
+
+    occupied: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Completed(Happened):
     """Every node has sealed its share of this step. ``persist``: and every node is to persist it."""
 

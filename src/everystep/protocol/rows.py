@@ -164,6 +164,8 @@ class AgentState:
     """When the idle end tries again."""
     bye_end: bool = False
     """The last trainer said goodbye: end as soon as everything is durable."""
+    occupied: bool = False
+    """The shell consolidates, or will: it is not to end for want of a trainer. Who tells it to end does not wait for that."""
     next_slab: int = 1
     next_order: int = 1
 

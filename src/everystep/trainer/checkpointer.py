@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -35,11 +36,13 @@ from everystep.foreign.dtypes import DTYPES
 from everystep.plan import SavePlan
 from everystep.policy import Cadence, Keep
 from everystep.repository import CheckpointKey
+from everystep.schedule import Consolidate
 from everystep.trainer.arguments import as_url, check_numbers, checked_step, numbers_of, outside_inference, some
 from everystep.trainer.connection import Connection, Options
+from everystep.trainer.consolidating import Exporting, settings_of
 from everystep.trainer.failing import Failures
 from everystep.trainer.finding import RestoredFrom, restore
-from everystep.trainer.pending import Pending
+from everystep.trainer.pending import Pending, PendingExport
 from everystep.trainer.planning import Plans
 from everystep.trainer.preemption import Preemption, PreemptionReport, Request, Watch
 from everystep.trainer.restoring import TensorReader
@@ -93,6 +96,8 @@ class Checkpointer:
         preemption: What SIGTERM and SIGUSR1 do; None: they are not looked at.
         replicated: Patterns (``"ema.*"``) of tensors in plain data and stateful objects that are equal on all ranks: stored once, and not
             by rank.
+        consolidate: When checkpoints become whole Hugging Face models, and where (``Consolidate``, or a mapping with its words). The first
+            node's agent does it in the background. None: only when ``consolidate()`` or somebody else asks for it.
 
     A run belongs to one job at a time: one trainer, or all ranks of a group, which make the same calls with the same arguments. The first
     ``save``, a ``save`` whose state has new tensors, and every ``restore`` are calls that all ranks have to make together; other saves
@@ -118,6 +123,7 @@ class Checkpointer:
         domain: str | None = None,
         replicated: Sequence[str] = (),
         preemption: Preemption | None = None,
+        consolidate: Consolidate | Mapping[str, Any] | str | bool | None = None,
     ) -> None:
         self.path = as_url(path)
         self.cadence = cadence or Cadence()
@@ -144,6 +150,10 @@ class Checkpointer:
             self.path, options=options, group=group, in_process=not agent, fresh=fresh, on_event=_weakly(self._on_event),
             on_lost=_weakly(self._on_lost),
         )  # fmt: skip
+        self._watch = Watch(preemption, outlives=agent)
+        self._exports = Exporting(settings_of(consolidate), self._run, self._watch, outlives=agent)
+        self._because = "done"
+        """Why the checkpointer ends: see ``messages.Ending``."""
         self._generation = 0
         self._plans = Plans(self._run)
         self._views: dict[tuple[int, str], SlabViews] = {}
@@ -156,7 +166,6 @@ class Checkpointer:
         self._pending: dict[tuple[int, int], Pending] = {}
         self._warned: set[str] = set()
         self._hook = register_optimizer_step_pre_hook(_fence_hook(weakref.ref(self)))
-        self._watch = Watch(preemption, outlives=agent)
         self._joined = False
         self._replan = False
         """All ranks plan anew at the save under way: none may leave it out."""
@@ -244,7 +253,8 @@ class Checkpointer:
             message = f"step {step} comes after step {self._last_step} in the same attempt"
             raise ConfigError(message, step=step, kind="step-order", hint="steps grow; restore(state, step=...) starts a new timeline")
         # What retention is to keep has to get to the disk first.
-        kept = self.cadence.disk is not False and (policy.keeps_step(step, self.keep) or self._is_best(numbers))
+        numbered = policy.keeps_step(step, self.keep) or self._exports.binds(step)
+        kept = self.cadence.disk is not False and (self._is_best(numbers) or numbered)
         ticks = time.monotonic()  # the clock on the wall may be set back, and then nothing would be due for long
         due = self._owed or (self._decides and policy.disk_bound(step, self.cadence, now=ticks, last_bound_at=self._last_bound_at))
         must = pin or sync or kept or request is not None
@@ -276,7 +286,7 @@ class Checkpointer:
         if self._run.world.size == 1 or disk is False:
             return bound
         by_number = isinstance(disk, int) and policy.is_due(step, disk)
-        return by_number or policy.keeps_step(step, self.keep)
+        return by_number or policy.keeps_step(step, self.keep) or self._exports.binds(step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Attach metrics that became known after ``save(step, ...)``, such as a validation loss."""
@@ -303,7 +313,11 @@ class Checkpointer:
                 self._run.world.begin()
             self._collector.rank_suffix = f"@rank-{self._run.world.rank:05d}" if self._run.world.size > 1 else ""
             collected = self._collector.collect(state)
+            if starting:
+                self._exports.describe(state)
             client, attempt = self._run.writing()
+            if starting:
+                self._exports.write()
             planned = self._plans.of(collected, starting=starting, waits_s=aim.waits_s)
             awaited = False
             if planned is None:
@@ -485,7 +499,9 @@ class Checkpointer:
             LayoutError: Names, shapes or dtypes do not fit; nothing was changed.
             CorruptionError: There are checkpoints and none of them verifies.
         """
-        found = self._restore(lambda reader: restore_into(state, reader, strict=strict, include=include, cast=cast), step=step)
+        found = self._restore(
+            lambda reader: restore_into(state, reader, strict=strict, include=include, cast=cast), step=step, include=include
+        )
         if found is None:
             return None
         source, report = found
@@ -498,7 +514,7 @@ class Checkpointer:
         return source.key.step
 
     def _restore(
-        self, apply: Callable[[TensorReader], RestoreReport], *, step: int | None
+        self, apply: Callable[[TensorReader], RestoreReport], *, step: int | None, include: Sequence[str] | None = None
     ) -> tuple[RestoredFrom, RestoreReport] | None:
         """Have ``apply`` take the newest checkpoint that verifies, or that of ``step``; the next attempt goes on from it."""
         with self._lock, outside_inference():
@@ -516,7 +532,9 @@ class Checkpointer:
                     raise NotFoundError(message, step=step, kind="no-run", hint="check the path with: everystep ls RUN")
                 return None
             try:
-                found = restore(self._run.world, self._run.reach(repository), step=step, apply=apply, notice=_log.warning)
+                found = restore(
+                    self._run.world, self._run.reach(repository), step=step, apply=apply, notice=_log.warning, include=include
+                )
             except CorruptionError as error:
                 if error.kind != "incomplete" or not self._fresh or step is not None:
                     raise
@@ -542,6 +560,32 @@ class Checkpointer:
             choices = self._run.restorable()
             return choices[0].step if choices else None
 
+    # -- consolidation -------------------------------------------------------------------------------------------------------
+    def consolidate(self, step: int | str = "latest", *, wait: bool = False, timeout_s: float | None = None) -> PendingExport:
+        """Have a checkpoint made a whole Hugging Face model now, whatever the schedule says; returns at once unless ``wait``.
+
+        Any rank may ask, also all at once: what they ask for at one step is done once. On nodes other than the first there is nothing to
+        wait for, and the path stays None.
+
+        Args:
+            step: ``"latest"`` (the newest save, which is made durable first), ``"best"`` by the schedule's metric, a step, or a key.
+            wait: Return when the model is there.
+            timeout_s: With ``wait``: give up after this many seconds; None: never.
+
+        Raises:
+            NotFoundError: Nothing was saved or restored yet.
+            ConfigError: ``step`` is none of these, or each node has a store of its own.
+            CheckpointError: With ``wait``: it failed. TimeoutError: ``timeout_s`` passed.
+        """
+        with self._lock:
+            self._usable()
+            self._stager.fence()
+            self._stager.idle()
+            pending = self._exports.ask(step if isinstance(step, str) else checked_step(step), self._last_step)
+        if wait:
+            pending.wait(timeout_s)
+        return pending
+
     # -- ending --------------------------------------------------------------------------------------------------------------
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the newest snapshot is committed to disk.
@@ -558,6 +602,8 @@ class Checkpointer:
     def close(self, timeout_s: float | None = None) -> None:
         """Make the newest snapshot durable, let the agent go, and end. Idempotent.
 
+        With ``Consolidate(wait=True)`` it waits for what is due to be consolidated, ``final`` included; what of that fails is in the log.
+
         Raises:
             CheckpointError: The newest snapshot is not durable, and why.
         """
@@ -568,17 +614,27 @@ class Checkpointer:
                 return
             if self._skipped is not None:
                 _log.warning("step %d, the last one, was not saved: no slab was free", self._skipped)
+            began = time.monotonic()
             allowed_s = self._watch.drain_s(timeout_s)
+            because = "preempted" if self._watch.ending else self._because
             in_a_hurry = allowed_s == 0.0 and timeout_s != 0.0  # a word here: see Watch.drain_s
             try:
                 self._stager.fence()
                 self._stager.idle()
                 if in_a_hurry:
+                    self._exports.end(because, 0.0)
                     self._run.abandon()  # the agent makes the newest snapshot durable by itself
                 elif self._run.conflict is None:
-                    self._drain(allowed_s)
+                    try:
+                        self._drain(allowed_s)
+                    except BaseException:
+                        because = "failed"
+                        raise
+                    finally:
+                        self._exports.end(because, None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began)))
                 self._run.ended()
             finally:
+                self._exports.over()
                 self._closed = True
                 self._watch.remove()
                 _open.discard(self)
@@ -600,6 +656,8 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self._run.failed(error, meets=True)
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                self._because = "failed"
         try:
             self.close()
         except CheckpointError as failed:
@@ -644,6 +702,8 @@ class Checkpointer:
         if event.what == "complete":
             if pending is not None:
                 self._in_memory(pending)
+        elif event.what in ("exported", "not exported"):
+            _log.log(logging.INFO if event.what == "exported" else logging.WARNING, "%s", event.note)
         elif event.what == "committed":
             self._failing.end()
             _log.info("step %d saved to disk in %.2f s", event.step, event.timings_s.get("total", 0.0))
@@ -731,6 +791,8 @@ def _close_all() -> None:
     for checkpointer in list(_open):
         if checkpointer._pid == os.getpid():
             checkpointer._run.ended(meets=True)
+            if getattr(sys, "last_value", None) is not None:  # the program ends by an exception that nobody caught
+                checkpointer._because = "failed"
         try:
             checkpointer.close()
         except CheckpointError as error:

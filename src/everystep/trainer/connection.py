@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import time
@@ -71,6 +72,8 @@ class Connection:
         self.client: AgentClient | None = None
         self.generation = 0
         """Changes with every new agent: slabs of the one before are gone."""
+        self.consolidate = b""
+        """What agents are told to consolidate: JSON of ``schedule.to_document``."""
         self._options = options
         self._group = group
         self._in_process = in_process
@@ -98,6 +101,14 @@ class Connection:
         if self._world is None:
             self._world = World.of(self._group)
         return self._world
+
+    @property
+    def known(self) -> Topology | None:
+        """The same without waiting for anybody: None where the ranks have not met, or there is no process group any more."""
+        if self._topology is None:
+            with contextlib.suppress(CheckpointError, RuntimeError, ValueError):
+                return self.met() if self.world.size == 1 else None
+        return self._topology
 
     def met(self) -> Topology:
         """Who is on which node (all ranks together, once)."""
@@ -256,6 +267,8 @@ class Connection:
         agreed = dataclasses.replace(provisional, shared=all(seen))
         if not agreed.shared:
             self._refuse_half_shared(seen)
+            if self.consolidate and msgspec.json.decode(self.consolidate)["when"] != "never":
+                raise apart(self.path)
             with world.agreeing():
                 if where.is_first:  # rank 0's record says now, too, that each node has a store of its own
                     self._start(repository, agreed)
@@ -415,7 +428,7 @@ class Connection:
             client.configure(
                 attempt=agreed.attempt, cadence=options.cadence, keep=options.keep, memory_budget=options.memory_budget, rank=where.rank,
                 ranks=where.ranks, world=len(where.node_of), node=where.node, nodes=where.nodes, shared=agreed.shared,
-                replicas=options.replicas, replica_nbytes_s=options.replica_nbytes_s, job=agreed.job,
+                replicas=options.replicas, replica_nbytes_s=options.replica_nbytes_s, job=agreed.job, consolidate=self.consolidate,
             )  # fmt: skip
         except ConflictError as error:
             self.conflict = error
@@ -430,6 +443,12 @@ class Connection:
         if found.choices:
             message = f"run {self.path!r} has checkpoints up to step {found.choices[0].step} that this trainer has not restored"
             raise ConflictError(message, kind="not-restored", hint="call restore(state) first, or pass fresh=True to start from scratch")
+
+
+def apart(path: str) -> ConfigError:
+    """Each node has a store of its own, and the run is to be consolidated."""
+    return ConfigError(f"{path!r} is a store of each node's own: none has all files of a checkpoint, so none can be consolidated there",
+                       key=path, kind="consolidate", hint="name a path that all nodes share, or leave consolidate out")  # fmt: skip
 
 
 class _Start(msgspec.Struct, frozen=True, array_like=True):

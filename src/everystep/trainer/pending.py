@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
-from everystep.errors import CheckpointError, ConfigError
+from everystep.agent import messages
+from everystep.errors import AgentError, CheckpointError, ConfigError
 
+_SLICE_S = 60.0
 _FINAL = frozenset({"disk", "superseded", "failed", "skipped"})
 
 
@@ -124,3 +127,74 @@ class Pending:
                 self._reason = reason or self._reason
                 self._error = error if outcome == "failed" else None
             self._changed.notify_all()
+
+
+class PendingExport:
+    """One checkpoint that is being consolidated because ``Checkpointer.consolidate`` asked for it. Thread-safe.
+
+    Nobody needs to wait on it: what becomes of it is in the log too.
+    """
+
+    def __init__(self, what: str, ask: Callable[[float], messages.Export] | None) -> None:
+        self.what = what
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._over = ask is None
+        self._path: str | None = None
+        self._step: int | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def path(self) -> str | None:
+        """The folder with the whole model; None while it is not there, and on nodes other than the first, which nobody has told."""
+        self._look(0.0)
+        return self._path
+
+    @property
+    def step(self) -> int | None:
+        """The step that it is of, once it is there."""
+        self._look(0.0)
+        return self._step
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why it failed, if it did."""
+        self._look(0.0)
+        return self._error
+
+    def done(self) -> bool:
+        """Whether it is there or has failed."""
+        self._look(0.0)
+        return self._over
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        """Block until the model is there; returns ``path``.
+
+        Raises:
+            CheckpointError: It failed, and why; AgentError: the agent has gone, and nobody knows.
+            TimeoutError: ``timeout_s`` passed.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._over:
+            self._look(_SLICE_S if until is None else min(_SLICE_S, max(0.0, until - time.monotonic())))
+            if not self._over and until is not None and time.monotonic() >= until:
+                message = f"{self.what!r} is not consolidated within {timeout_s} s"
+                raise TimeoutError(message)
+        if self._error is not None:
+            raise self._error
+        return self._path
+
+    def _look(self, timeout_s: float) -> None:
+        if self._over or self._ask is None:
+            return
+        try:
+            found = self._ask(timeout_s)
+        except CheckpointError as error:
+            if isinstance(error, AgentError) and error.kind == "timeout":
+                return  # a busy agent: it is asked again
+            with self._lock:
+                self._error, self._over = error, True
+            return
+        if found.over:
+            with self._lock:
+                self._path, self._step, self._over = found.path, found.step, True

@@ -263,6 +263,12 @@ class Watch:
         left = max(0.0, deadline - self._reserve_s() - self._clock())
         return left if timeout_s is None else min(left, timeout_s)
 
+    @property
+    def ending(self) -> bool:
+        """Whether a signal has said that the process is to end."""
+        asked = self._ear is not None and self._preemption.exit and self._ear.earliest(self._preemption.signals) is not None
+        return self._leaving is not None or asked
+
     def _wish(self, ear: Ear) -> Wish | None:
         """What this process's own signals ask for; to end goes before to save."""
         preemption = self._preemption
