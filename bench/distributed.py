@@ -40,6 +40,8 @@ ENGINES = (
     "DCP async process",
 )
 RANK_TIMEOUT_S = 3600.0
+EXPORT_STEPS = 4
+"""Of so many steps one goes to the disk, where what consolidation costs is measured."""
 
 
 # -- the ranks --------------------------------------------------------------------------------------------------------------
@@ -405,7 +407,48 @@ def _lose_own_memory(ckpt: Any, options: dict[str, Any]) -> None:
     dist.barrier()
 
 
-PROGRAMS = {"steps": steps_program, "durable": durable_program, "restore": restore_program, "memory": memory_program}
+def exports_program(options: dict[str, Any]) -> dict[str, Any]:
+    """Training with every checkpoint consolidated against none, in turn; both save every few steps to the disk."""
+    import torch.distributed as dist
+
+    import everystep
+
+    training = Training(**options["shape"], tokens=options["tokens"])
+    took: dict[str, list[float]] = {"never": [], "every": []}
+    exported, right = [], True
+    for index in range(options["rounds"] + 1):
+        for when in ("never", "every") if index % 2 else ("every", "never"):
+            target = pathlib.Path(options["folder"]) / f"exports-{index}-{when}"
+            how: dict[str, Any] = {"cadence": everystep.Cadence(disk=EXPORT_STEPS), "memory_budget": options["budget"]}
+            with everystep.Checkpointer(target, consolidate=everystep.Consolidate(when=when, keep=None), **how) as ckpt:
+                training.step()
+                ckpt.save(1, training.state).wait("memory")
+                dist.barrier()
+                began = time.perf_counter()
+                for step in range(2, 2 + options["steps"]):
+                    training.step()
+                    ckpt.save(step, training.state)
+                dist.barrier()
+                ended = time.perf_counter()
+            if index:
+                took[when].append((ended - began) / options["steps"])
+            if dist.get_rank() == 0:
+                there = sorted(target.glob("exports/model-0*"))
+                right &= bool(there) == (when == "every")
+                if when == "every":
+                    exported.append(len(there))
+                shutil.rmtree(target, ignore_errors=True)
+            dist.barrier()
+    return {"took": took, "exported": exported, "right": right, "nbytes": training.nbytes}
+
+
+PROGRAMS = {
+    "exports": exports_program,
+    "steps": steps_program,
+    "durable": durable_program,
+    "restore": restore_program,
+    "memory": memory_program,
+}
 
 
 def rank(name: str, options: dict[str, Any], told: str) -> None:
@@ -524,6 +567,20 @@ def memory_rows(results: Results, title: str, options: dict[str, Any], folder: p
         results.bar(f"{title}: restored from {name} equal", float(right), 1.0, at_most=False, why="" if right else f"tiers {one['tiers']}")
 
 
+def export_rows(results: Results, title: str, options: dict[str, Any], folder: pathlib.Path) -> None:
+    """What consolidation costs a step: of one node's files, which are linked, and of two nodes' shards, which are read and written."""
+    for name, world, bound in (("linked", 1, 1.02), ("of two nodes' shards", 2, 1.05)):
+        say(f"{title}: every checkpoint consolidated, {name}")
+        found = job("exports", world, options, folder, apart=world > 1)[0]
+        took = found["took"]
+        results.row(f"{title}: step, none consolidated, {world} ranks", took["never"], "s")
+        results.row(f"{title}: exports in {options['steps']} steps, {name}", found["exported"], "")
+        ratios = [every / never for every, never in zip(took["every"], took["never"], strict=True)]
+        ratio = results.row(f"{title}: step time, each consolidated, {name}", ratios, "x")
+        results.bar(f"{title}: exports are there, {name}", float(found["right"]), 1.0, at_most=False)
+        results.bar(f"{title}: step ratio of every against never, {name}", ratio, bound)
+
+
 def measure(arguments: argparse.Namespace, results: Results) -> None:
     """Everything, for every size."""
     quick = arguments.quick
@@ -535,13 +592,15 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
             engines = [name for name in ENGINES if name in CHOSEN and (not quick or name in ENGINES[:4])]
             steps = {**options, "tokens": 64, "engines": engines, "rounds": rounds, "steps": 4 if quick else 6}
             training_rows(results, title, job("steps", 2, steps, arguments.folder))
+        if "exports" in PARTS:
+            export_rows(results, title, {**options, "tokens": 64, "rounds": rounds, "steps": 3 * EXPORT_STEPS}, arguments.folder)
         if "disk" in PARTS:
             disk_rows(results, title, options, arguments.folder, rounds=max(3, rounds))
         if "memory" in PARTS:
             memory_rows(results, title, options, arguments.folder, rounds=max(3, rounds))
 
 
-PARTS = ["steps", "disk", "memory"]
+PARTS = ["steps", "exports", "disk", "memory"]
 CHOSEN = list(ENGINES)
 
 if __name__ == "__main__":
@@ -550,7 +609,7 @@ if __name__ == "__main__":
         sys.exit(0)
     own_options = argparse.ArgumentParser(add_help=False)
     own_options.add_argument("--sizes", help="GB of state, such as 1.5,4")
-    own_options.add_argument("--parts", help="some of steps,disk,memory")
+    own_options.add_argument("--parts", help="some of steps,exports,disk,memory")
     own_options.add_argument("--engines", help=f"what to measure beside none in steps, some of {', '.join(ENGINES[1:])}")
     chosen, rest = own_options.parse_known_args()
     sys.argv[1:] = rest

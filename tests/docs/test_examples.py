@@ -116,7 +116,7 @@ def test_every_command_and_exit_code_is_in_the_reference():
     from everystep.cli.app import app
 
     text = (ROOT / "docs" / "reference.md").read_text()
-    for command in app.registered_commands:
+    for command in (one for one in app.registered_commands if not one.hidden):
         assert f"`everystep {command.name}" in text, command.name
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.CheckpointError):

@@ -192,7 +192,8 @@ def test_plan_that_does_not_fit_is_refused(here):
     plan = plan_save([TensorSpec("model.w", "F32", (10,), "model")], aliases={})
     good = msgspec.structs.asdict(plan)
     for wrong in ({"nbytes": 100}, {"nbytes": 0}, {"placements": (msgspec.structs.replace(plan.placements[0], slab_offset=1 << 40),)},
-                  {"placements": (msgspec.structs.replace(plan.placements[0], file=7),)}, {"files": (msgspec.structs.replace(plan.files[0], nbytes=1),)}):  # fmt: skip
+                  {"placements": (msgspec.structs.replace(plan.placements[0], file=7),)}, {"placements": (msgspec.structs.replace(plan.placements[0], block=-1),)},
+                  {"placements": (msgspec.structs.replace(plan.placements[0], block=5 << 20),)}, {"files": (msgspec.structs.replace(plan.files[0], nbytes=1),)}):  # fmt: skip
         with pytest.raises(AgentError, match="does not fit its slab"):
             client.prepare(SavePlan(**{**good, **wrong}))
     client.prepare(plan)
