@@ -587,7 +587,7 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
     rounds = arguments.rounds or (2 if quick else 3)
     for size in SIZES[quick]:
         title = f"{size:g} GB"
-        options: dict[str, Any] = {"shape": shape(size * GB), "folder": str(arguments.folder), "budget": None}
+        options: dict[str, Any] = {"shape": shape(size * GB), "folder": str(arguments.folder), "budget": BUDGET_NBYTES}
         if "steps" in PARTS:
             engines = [name for name in ENGINES if name in CHOSEN and (not quick or name in ENGINES[:4])]
             steps = {**options, "tokens": 64, "engines": engines, "rounds": rounds, "steps": 4 if quick else 6}
@@ -602,6 +602,7 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
 
 PARTS = ["steps", "exports", "disk", "memory"]
 CHOSEN = list(ENGINES)
+BUDGET_NBYTES: int | None = None
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
@@ -611,10 +612,13 @@ if __name__ == "__main__":
     own_options.add_argument("--sizes", help="GB of state, such as 1.5,4")
     own_options.add_argument("--parts", help="some of steps,exports,disk,memory")
     own_options.add_argument("--engines", help=f"what to measure beside none in steps, some of {', '.join(ENGINES[1:])}")
+    own_options.add_argument("--budget", type=float, help="GB of memory for everystep's snapshots, where three of them are too many")
     chosen, rest = own_options.parse_known_args()
     sys.argv[1:] = rest
     if chosen.sizes:
         SIZES = {key: [float(size) for size in chosen.sizes.split(",")] for key in (True, False)}
+    if chosen.budget:
+        BUDGET_NBYTES = int(chosen.budget * GB)
     if chosen.parts:
         PARTS = chosen.parts.split(",")
     if chosen.engines:

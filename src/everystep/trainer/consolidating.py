@@ -154,8 +154,8 @@ class Exporting:
 
     def over(self) -> None:
         """Whatever came of it, ranks of other nodes do not wait for this one any more. Raises nothing."""
-        where = self._run.known
-        if self.options is None or where is None or where.nodes == 1 or self._run.world.rank or not dist.is_initialized():
+        where = self._run.known if self.options is not None else None
+        if where is None or where.nodes == 1 or self._run.world.rank or not dist.is_initialized():
             return
         with contextlib.suppress(CheckpointError):
             self._run.world.put(_OVER, b"1")
