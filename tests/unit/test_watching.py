@@ -498,3 +498,22 @@ def test_a_sweep_leaves_the_links_of_the_living(tmp_path, roots):
     os.close(protection._lock)  # its process is gone, and the lock with it
     assert protecting.sweep(theirs, [str(checkpoint.parent)])
     assert not (checkpoint.parent / link).is_symlink()
+
+
+@pytest.mark.parametrize(("code", "printed", "said", "expected"), [
+    (0, '{"path": "/x", "step": 5}', "", {"path": "/x", "step": 5}),
+    (14, '{"error": {"name": "CapacityError", "message": "no room", "kind": "full", "hint": "free some"}}', "", (errors.CapacityError, "no room")),
+    (-9, "", "half a line", (errors.CheckpointError, "its process ended by SIGKILL: half a line (is there enough memory?)")),
+    (3, "[1]", "Traceback\nbroken\n\n", (errors.CheckpointError, "its process ended with code 3: broken")),
+    (0, "not JSON", "", (errors.CheckpointError, "its process ended with code 0")),
+])  # fmt: skip
+def test_how_a_child_ended(code, printed, said, expected):
+    """What it exported, its own error again, or how it broke off."""
+    found = Outcome.of(code, printed, said)
+    if isinstance(expected, dict):
+        assert (found.exported, found.error) == (expected, None)
+    else:
+        kind, text = expected
+        assert found.exported is None
+        assert type(found.error) is kind
+        assert text in str(found.error)

@@ -180,13 +180,7 @@ class _Process:
             return None
         printed, said = _read(self._stdout), _read(self._stderr)
         self._close()
-        try:
-            document = json.loads(printed)
-        except ValueError:
-            document = {}
-        if code == 0 and "path" in document:
-            return Outcome(exported=document)
-        return Outcome(error=_error(document.get("error"), code, said))
+        return Outcome.of(code, printed, said)
 
     def kill(self) -> None:
         """End it and wait for its end; its locks go with it."""
@@ -203,19 +197,6 @@ class _Process:
 def _read(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
-
-
-def _error(told: Any, code: int, said: str) -> errors.CheckpointError:
-    """The child's error again, or that it broke off without one."""
-    if isinstance(told, dict) and told.get("name"):
-        return errors.rebuild(
-            str(told["name"]), str(told.get("message", "")), step=told.get("step"), key=told.get("key"), kind=str(told.get("kind", "")),
-            hint=str(told.get("hint", "")),
-        )  # fmt: skip
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
-    ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-    hint = "is there enough memory?" if code == -signal.SIGKILL else ""
-    return errors.CheckpointError(f"its process ended {ended}" + (f": {last.strip()}" if last else ""), kind="broke-off", hint=hint)
 
 
 class _Teller:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -55,6 +57,28 @@ class Outcome:
 
     exported: Mapping[str, Any] | None = None
     error: errors.CheckpointError | None = None
+
+    @classmethod
+    def of(cls, code: int, printed: str, said: str) -> Outcome:
+        """Of ``everystep consolidate --json``, by its exit code, its output, and its errors: its own error again, or how it broke off."""
+        try:
+            told = json.loads(printed)
+        except ValueError:
+            told = None
+        told = told if isinstance(told, dict) else {}
+        if code == 0 and "path" in told:
+            return cls(exported=told)
+        error = told.get("error")
+        if isinstance(error, dict) and error.get("name"):
+            return cls(error=errors.rebuild(
+                str(error["name"]), str(error.get("message", "")), step=error.get("step"), key=error.get("key"),
+                kind=str(error.get("kind") or ""), hint=str(error.get("hint") or ""),
+            ))  # fmt: skip
+        last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+        ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        hint = "is there enough memory?" if code == -signal.SIGKILL else ""
+        why = f"its process ended {ended}" + (f": {last.strip()}" if last else "")
+        return cls(error=errors.CheckpointError(why, kind="broke-off", hint=hint))
 
 
 class Child(Protocol):

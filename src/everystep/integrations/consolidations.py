@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from everystep.errors import CheckpointError, ConfigError, CorruptionError, LayoutError, rebuild
+from everystep.errors import CheckpointError, ConfigError, CorruptionError, LayoutError
 from everystep.schedule import Consolidate, Seen, decide, from_document, to_document
 
 if TYPE_CHECKING:
@@ -288,19 +288,7 @@ class _Process:
         from everystep.consolidate.watching import Outcome
 
         code = self._process.wait()
-        printed, said = _read(self._printed), _read(self._said)
-        try:
-            document = json.loads(printed)
-        except ValueError:
-            document = {}
-        if code == 0 and "path" in document:
-            return Outcome(exported=document)
-        error = document.get("error")
-        if isinstance(error, dict):
-            return Outcome(error=rebuild(str(error.get("name")), str(error.get("message")), step=error.get("step"), key=error.get("key"),
-                                         kind=str(error.get("kind") or ""), hint=str(error.get("hint") or "")))  # fmt: skip
-        last = (said.strip().splitlines() or ["it said nothing"])[-1]
-        return Outcome(error=CheckpointError(f"the consolidating process ended with code {code}: {last}", kind="child"))
+        return Outcome.of(code, _read(self._printed), _read(self._said))
 
 
 def _read(file: IO[bytes]) -> str:
